@@ -743,6 +743,37 @@ def a_place_without_an_axis(mesh):
 
 
 @misuse
+def a_saved_plan_of_a_place(mesh):
+    """TransformError
+    save_plan: a plan with values at one place, the mesh (dp=2, tp=2) at tp=1, cannot be saved
+      Instead: no plans=: it is recorded anew in each job
+    """
+    lowered = vfn.jit(torch.sin).lower(vfn.shard(X, mesh, P(at={"tp": 1})))
+    vfn.save_plan(lowered, "plan")
+
+
+@misuse
+def a_batch_at_a_place(mesh):
+    """DataError
+    data.batches: samples are read by the ranks of a whole mesh, but a spec says at: P('dp', at={'tp': 1})
+      Instead: vfn.with_sharding(batch, P(..., at=...)) of each batch
+    """
+    samples = torch.utils.data.TensorDataset(X)
+    vfn.data.batches(samples, 4, KEY, spec=P("dp", at={"tp": 1}), mesh=mesh)
+
+
+@misuse
+def a_place_written_into_a_plain_tensor(mesh):
+    """InPlaceError
+    copy_: f32[4,3], which other ranks hold too, would be written at tp=1 alone
+      * f32[4,3]{at tp=1} is an argument
+      Instead: x = vfn.with_sharding(x, P(..., at={'tp': 1})), and write that
+    """
+    y = vfn.shard(X, mesh, P(at={"tp": 1}))
+    torch.zeros(4, 3).copy_(y)
+
+
+@misuse
 def a_draw_at_a_place(mesh):
     """RandomError
     random.gamma: spec=P(at={'tp': 1}): at is not known to draws

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .._core import torch_internals
 from .._core.base import dtypes
 from .._core.sharding.layout import contiguous_stride
 from .chunks import Piece
@@ -94,6 +95,7 @@ def _share(rows: torch.Tensor, at: int, step: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=12)
+@torch_internals.never_recorded
 def _keys(unit: int, device: torch.device) -> torch.Tensor:
     """The keys of the units, of 1, 2 or 4 bytes, of a block, and of as many behind it as sums are apart.
 

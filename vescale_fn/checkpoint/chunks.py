@@ -14,6 +14,7 @@ from .._core.arrays.array import Array, is_array, mesh_of, moved_together, place
 from .._core.arrays.placement import from_blocks
 from .._core.distributed.communicator import coordinates
 from .._core.distributed.mesh import communicator_of
+from .._core.distributed.places import is_elsewhere
 from .._core.sharding.index_map import axes_of, index_runs, local_indices, local_shape
 from .._core.sharding.spec import P
 
@@ -55,7 +56,7 @@ def held(x: torch.Tensor) -> list[Piece]:
     if x.numel() == 0:
         return [_whole(torch.empty(x.shape, dtype=x.dtype))]
     mesh, spec, local = torch_internals.mesh(x), spec_of(x), torch_internals.local(x)
-    if mesh.get_coordinate() is None:  # a mesh that this rank is no part of
+    if mesh.get_coordinate() is None or is_elsewhere(mesh):  # this rank is no part of it
         return []
     axes, found = axes_of(mesh), dict[Any, Piece]()
     communicator = communicator_of(mesh)

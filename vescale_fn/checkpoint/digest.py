@@ -19,6 +19,7 @@ from .._core.base.messages import report
 from .._core.distributed import collectives
 from .._core.distributed.communicator import Communicator, coordinates
 from .._core.distributed.mesh import communicator_of
+from .._core.distributed.places import is_elsewhere, place_of, whole_mesh
 from .._core.sharding.index_map import axes_of, local_indices
 from .._core.sharding.spec import split_axes
 from . import block_sums, chunks
@@ -72,7 +73,7 @@ def digest(tree_: Any) -> str:
     except CheckpointError as error:
         array = next(filter(is_array, tree.leaves(tree_)), None)
         if array is not None:  # on its mesh the others wait
-            _same_trees(mesh_of(array), {_LEAVES: str(error).splitlines()[0]}, error)
+            _same_trees(whole_mesh(mesh_of(array)), {_LEAVES: str(error).splitlines()[0]}, error)
         raise
     hashes = dict[str, str]()
     lying: dict[Any, dict[str, Leaf]] = {}
@@ -86,10 +87,13 @@ def digest(tree_: Any) -> str:
             lying.setdefault(mesh_of(leaf.stored), {})[leaf.name] = leaf
     shape = _sorted(outline(tree_, iter([leaf.name for leaf in leaves])))
     for mesh, arrays in lying.items():
-        communicator = communicator_of(mesh)
+        communicator = communicator_of(whole_mesh(mesh))
         communicator.check_takes_part()
-        _same_trees(mesh, {_LEAVES: "leaves that have bits"} | {leaf.path: same_on_all_ranks(leaf) for leaf in leaves})
-        by_rank = _on_mesh(mesh, arrays)
+        _same_trees(
+            whole_mesh(mesh),
+            {_LEAVES: "leaves that have bits"} | {leaf.path: same_on_all_ranks(leaf) for leaf in leaves},
+        )
+        by_rank = _on_mesh(mesh, arrays) if place_of(mesh) is None else _at_place(mesh, arrays, communicator)
         paths = {leaf.name: leaf.path for leaf in leaves}
         rows = [{paths[name]: each[:16] for name, each in (hashes | mine).items()} for mine in by_rank]
         _compare(communicator, rows, "ranks hold different copies of a value")
@@ -152,6 +156,13 @@ def _on_mesh(mesh: Any, leaves: Mapping[str, Leaf]) -> list[dict[str, str]]:
                 hashed[id(total)] = {name: _of_tensor(leaves[name], part) for name, part in parts}
             row.update(hashed[id(total)])
     return found
+
+
+def _at_place(mesh: Any, leaves: Mapping[str, Leaf], communicator: Communicator) -> list[dict[str, str]]:
+    """The same of arrays at a place: those who have them tell the others."""
+    mine = {} if is_elsewhere(mesh) else _on_mesh(mesh, leaves)[0]
+    rows = [row for (row,) in communicator.everyone([[mine] * len(communicator.ranks)], "digest") if row]
+    return [mine or rows[0]] * len(communicator.ranks)
 
 
 def _shares(communicator: Communicator, x: Any, over: Sequence[str]) -> Any:

@@ -11,6 +11,7 @@ from .._core.arrays.array import is_array, mesh_of, moved, spec_of
 from .._core.base import context
 from .._core.base.errors import CheckpointError, SpecError
 from .._core.base.messages import described, dtype_text, meant, mesh_text, report, short
+from .._core.distributed.places import resolved
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import KEYS as KEYS_WHOLE
 from .._core.sharding.spec import P, as_spec, keys_taken_apart, problems
@@ -76,12 +77,15 @@ def laid_out(targets: Sequence[Target], specs: Sequence[Any], mesh: Any, where: 
         if not isinstance(spec, P):
             found, way = [f"it must be a vfn.P, but it is {short(spec)}"], as_spec(spec)
         else:
-            found, way = problems(spec, axes_of(mesh), len(target.shape)), _FITTING
+            found, way = problems(spec, axes_of(mesh), len(target.shape), at=True), _FITTING
             if not found and kind_of(target.kind) is KEYS:
                 found, way = keys_taken_apart(spec, len(target.shape)), KEYS_WHOLE
         failures += [f"{_text(target)}, its spec {spec!r}: {problem}" for problem in found]
         ways |= dict.fromkeys([way] if found else [])
-        out.append(target._replace(mesh=mesh, spec=spec, device=mesh.device_type))
+        if found:
+            continue
+        there, spec = resolved(mesh, spec)
+        out.append(target._replace(mesh=there, spec=spec, device=mesh.device_type))
     if failures:
         raise SpecError(
             report(

@@ -217,6 +217,9 @@ def _sample_axes(spec: Any, mesh: Any) -> tuple[str, ...]:
     if len(first) != 1:
         what = "the spec must be a vfn.P, or a tree of some, that split dim 0, the samples, by the same axes"
         raise DataError(report(WHERE, what, [f"it is {short(spec)}"], fix="spec=P('dp')"))
+    if any(one.at for one in specs):
+        what = f"samples are read by the ranks of a whole mesh, but a spec says at: {short(spec)}"
+        raise DataError(report(WHERE, what, fix="vfn.with_sharding(batch, P(..., at=...)) of each batch"))
     validate(P(first[0]), axes_of(mesh), 1, WHERE, "a batch")
     return first[0]
 

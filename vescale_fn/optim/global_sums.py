@@ -12,6 +12,7 @@ from .._core.arrays.array import Array, mesh_of, spec_of, wrap
 from .._core.arrays.placement import with_sharding
 from .._core.base import context
 from .._core.distributed.mesh import communicator_of
+from .._core.distributed.places import place_of, whole_mesh
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P, split_axes
 from .per_leaf import looked_on
@@ -28,8 +29,8 @@ def parts_of_numbers(
         many: the vector of the numbers of several plain tensors.
 
     Returns:
-        For each mesh (None for plain tensors) pairs of the places of leaves that the same axes split, and the vector of their
-        numbers, partial over those axes.
+        For each mesh (None for plain tensors; for places the whole one) pairs of the places of leaves that the same axes
+        split, and the vector of their numbers, partial over those axes.
     """
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -46,7 +47,7 @@ def parts_of_numbers(
                 lambda _, *x: many(*x), *map(torch_internals.local, own), key=lambda rank: None
             )
             vector = wrap(local, mesh, P(unreduced=axes), torch.Size((len(own),)))
-        found.setdefault(mesh, []).append((members, vector))
+        found.setdefault(whole_mesh(mesh), []).append((members, vector))
     return found
 
 
@@ -54,9 +55,11 @@ def added_up(sums: Sequence[Any], mesh: Any, join: Callable[[list[Any]], Any]) -
     """What `join` makes of values that are partial sums over different axes, whole: in one collective over all of these."""
     if mesh is None or context.on_one_device():
         return join(list(sums))
-    axes = frozenset[str]().union(*(spec_of(x).unreduced for x in sums)) & axes_of(mesh).keys()
-    # A value that all ranks of an axis have counts on the first of them alone: nothing moves.
-    return with_sharding(join([with_sharding(x, P(unreduced=axes)) for x in sums]), P())
+    places = [place.axes for x in sums if (place := place_of(mesh_of(x))) is not None]
+    axes = frozenset[str]().union(*(spec_of(x).unreduced for x in sums), *places) & axes_of(mesh).keys()
+    # A value that all ranks of an axis have counts on the first of them alone, one at a place there: nothing moves.
+    parts = [with_sharding(x, P(unreduced=axes), mesh=mesh) for x in sums]
+    return with_sharding(join(parts), P(), mesh=mesh)
 
 
 def split_by(leaf: Any) -> frozenset[str]:

@@ -22,6 +22,7 @@ from .._core.base.containers import opened
 from .._core.base.errors import VfnError
 from .._core.base.messages import described, report
 from .._core.distributed.blocks import Blocks
+from .._core.distributed.places import is_elsewhere, nothing
 from .._core.sharding.layout import layout, spec_for
 from .optimizer import is_trained
 from .tensor_list import Many, One
@@ -243,13 +244,23 @@ def _on_lists(run: _Run, rule: Rule, columns: Sequence[Sequence[Any]]) -> list[l
     first = columns[0]
     if type(first[0]) is not Array:
         return [out.tensors if isinstance(out, Many) else [out] * len(first) for out in run(rule, columns)]
-    local = [list(map(torch_internals.local, x)) if isinstance(x[0], torch.Tensor) else x for x in columns]
+    local = [list(map(_local, x)) if isinstance(x[0], torch.Tensor) else x for x in columns]
     if any(type(x[0]) is Blocks for x in local):
         return _on_blocks(rule, first, local)
     return [
         [_array(leaf, x) for leaf, x in zip(first, out.tensors)] if isinstance(out, Many) else [out] * len(first)
         for out in run(rule, local)
     ]
+
+
+def _local(x: Any) -> Any:
+    """What a rank holds of a leaf; of one that is at a place elsewhere one number in its place."""
+    local = torch_internals.local(x)
+    return local.reshape(-1)[:1] if _is_elsewhere(x) else local
+
+
+def _is_elsewhere(x: Any) -> bool:
+    return is_elsewhere(torch_internals.mesh(x)) and not torch_internals.is_recorded()
 
 
 def _on_blocks(rule: Rule, first: Sequence[Any], columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -278,6 +289,8 @@ def _on_blocks(rule: Rule, first: Sequence[Any], columns: Sequence[Sequence[Any]
 def _array(leaf: Any, local: Any) -> Any:
     """What a rank has computed of a leaf, laid out as the leaf."""
     spec = torch_internals.spec(leaf)
+    if _is_elsewhere(leaf):
+        local = nothing(torch_internals.local(leaf).shape, local.dtype, local.device)
     if local.dtype != leaf.dtype:
         spec = spec_for(spec.mesh, layout(spec), leaf.shape, spec.tensor_meta.stride, local.dtype)
     return torch_internals.new_dtensor(Array, local, spec)

@@ -457,6 +457,7 @@ class Jitted(Generic[Q, R]):
                 call.watched = verdict.watched
                 return None, verdict.reason
             if verdict.parted is None and not verdict.apart:
+                plan.settle()
                 recorded.end()  # type: ignore[union-attr]
                 return plan, ""
             if not plan.follows(verdict):

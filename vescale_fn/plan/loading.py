@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._core.arrays.array import mesh_of
 from .._core.base import context
 from .._core.base.errors import TransformError
 from .._core.base.messages import report, short
 from .._core.base.source_lines import warn
 from .._core.distributed.mesh import communicator_of
+from .._core.distributed.places import place_of
 from .execution.backends import Backend
 from .ir import graph as plan
 from .ir.graph import Pass
@@ -62,8 +64,9 @@ def loaded(
     """The plan for a call; None, with a warning that says why, where some rank has none that fits. All ranks come here."""
     key, meshes = key_of(call, how, passes), meshes_of(call, captured)
     found, why = None, ""
+    at_place = any(isinstance(x, torch.Tensor) and place_of(mesh_of(x)) is not None for x in call.leaves)
     for each in saved:
-        why = each.misfit(f, captured, key, meshes) or ""
+        why = "arguments are at one place" if at_place else each.misfit(f, captured, key, meshes) or ""
         if not why:
             try:
                 found = _plan(each, key, meshes, call, captured, how, f)

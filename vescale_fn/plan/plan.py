@@ -11,17 +11,20 @@ import torch
 from torch import fx
 
 from .._core import torch_internals
+from .._core.arrays.array import mesh_of
 from .._core.base import no_values, source_lines, tree
 from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.distributed.mesh import communicator_of, root
+from .._core.distributed.places import PlacedMesh, is_elsewhere, is_stand_in, place_of
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
 from .execution.rank_loops import RankLoops
+from .ir.elsewhere import ELSEWHERE, left_out
 from .ir.graph import DONATED, Pass, calls, changed, copied, given_up, memories, output, written
 from .ir.leaf_lists import leaf_lists
 from .ir.mapped import unmapped
-from .ir.nested import everywhere, nested, taken_back
+from .ir.nested import all_collectives, everywhere, nested, taken_back
 from .ir.per_rank import RanksDiffer
 from .ir.rank_runs import note_holders, runs
 from .ir.ranks_as_one import ROW, RanksAsOne, folded
@@ -55,6 +58,7 @@ class Plan:
     It can be called once `improve` has been.
 
     Attributes:
+        places: the meshes of places (``P(..., at=...)``) where values are.
         is_of_one_rank: whether passes were shown what one rank does, for all that this process plays.
     """
 
@@ -89,13 +93,24 @@ class Plan:
         self._abstract = any(isinstance(root(one.mesh), AbstractMesh) for one in known)
         self._in_part = any(one.holds_blocks and not one.all_here for one in known)
         self._apart = False
+        self.places = _placed_meshes(leaves, recorded)
+        self._placed = any(isinstance(mesh, PlacedMesh) for mesh in self.places)
+        self._later: list[Pass] = []  # what comes after what is elsewhere is taken out
         self.how = how
-        inputs = iter(recorded.inputs)
+        self._mark_inputs(leaves)
+
+    def _mark_inputs(self, leaves: Sequence[Any]) -> None:
+        """Note what may be written into, and what is elsewhere."""
+        inputs = iter(self.recorded.inputs)
         for i, take, keep in self._take:
             for _ in take(leaves[i]):
                 node = next(inputs)
-                if keep:
+                if _is_elsewhere(leaves[i]):
+                    node.meta[ELSEWHERE] = True
+                elif keep:
                     node.meta[DONATED] = True
+        for node, x in zip(inputs, self.recorded.constants):
+            node.meta.update({ELSEWHERE: True} if is_stand_in(x) else {})
 
     def improve(self, passes: Sequence[Pass], seen: Callable[[fx.Graph], None]) -> None:
         """Make the plan of the recording by passes, in their order; each graph is shown to `seen`, that of the recording
@@ -103,8 +118,8 @@ class Plan:
         seen(self.recorded.graph)
         self.__dict__.pop("graph", None)
         budget = any(isinstance(one, Budget) for one in passes)
-        listed = self.how == Backend() and not (budget or self._abstract or self.recorded.ranks is not None)
-        self._lists = leaf_lists(self.recorded.graph) if listed else None
+        passes = self._until_settled(passes)
+        self._lists = leaf_lists(self.recorded.graph) if self._takes_lists(budget) else None
         self._ranks, graph, rest = self._of_one_rank(passes)
         self.is_of_one_rank = self._ranks is not None
         whole = self.how.arena or self.how.name != "torch" or budget
@@ -119,6 +134,16 @@ class Plan:
             seen(graph)
         taken_back(graph)
         self._improved = graph if self._ranks is None else note_holders(graph, self._ranks.places)
+
+    def _until_settled(self, passes: Sequence[Pass]) -> Sequence[Pass]:
+        """The passes that ranks agree on; what comes after what is elsewhere is taken out waits for `settle`."""
+        self._later = [one for one in passes if one in OF_RANKS] if self._placed else []
+        return [one for one in passes if one not in self._later]
+
+    def _takes_lists(self, budget: bool) -> bool:
+        """Whether leaves that are treated alike can stay together."""
+        apart = budget or self._abstract or self._placed or self.recorded.ranks is not None
+        return self.how == Backend() and not apart
 
     def _of_one_rank(self, passes: Sequence[Pass]) -> tuple[RanksAsOne | None, fx.Graph, Sequence[Pass]]:
         """What the first passes have made of the recording, of one rank's part where simulated ranks do the same; and the other
@@ -139,6 +164,16 @@ class Plan:
             return ranks, graph, passes[len(first) :]
         except RanksDiffer:
             return None, copied(self.recorded.of_all_ranks), passes
+
+    def settle(self) -> None:
+        """What is left to do when all ranks agree: each takes out what is at another place than it."""
+        if self._placed:
+            made = (one for one in self.recorded.results if isinstance(one, leaves_.Result) and one.spec is not None)
+            elsewhere = {place for one in made if is_elsewhere(one.spec.mesh) for place in one.places}
+            graph = left_out(self._improved, elsewhere)
+            for improve in self._later:
+                graph = everywhere(improve, graph)
+            self._improved = taken_back(graph)
 
     def follows(self, verdict: Verdict) -> bool:
         """Whether it is to be improved again, as other ranks need it."""
@@ -267,6 +302,18 @@ class Plan:
 def _without_calls(improve: Pass) -> Pass:
     """The pass, or what stands in its place where no calls of parts are to stay."""
     return inlined if improve is kept else copied if improve is equal_parts else improve
+
+
+def _placed_meshes(leaves: Sequence[Any], recorded: Recorded) -> list[Any]:
+    """The meshes of places where values of a recording are."""
+    given = [mesh_of(x) for x in leaves if isinstance(x, torch.Tensor)]
+    made = [x.spec.mesh for x in recorded.results if isinstance(x, leaves_.Result) and x.spec]
+    sent = [node.target.mesh for node, *_ in all_collectives(recorded.graph)]  # type: ignore[union-attr]
+    return [mesh for mesh in (*given, *made, *sent) if place_of(mesh) is not None]
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and is_elsewhere(mesh_of(leaf))
 
 
 def _taking(leaf: Any) -> Callable[[Any], list[Any]] | None:

@@ -16,7 +16,7 @@ from .._core import torch_internals
 from .._core.base.errors import TransformError
 from .._core.base.messages import report, short
 from .._core.base.tables import numbers
-from .._core.distributed.mesh import communicator_of, root
+from .._core.distributed.mesh import communicator_of, mesh_name, root
 from .._core.sharding.index_map import axes_of
 from .every_rank_plans import OfRanks, abstract_mesh_of, every_rank
 from .ir import graph as plan
@@ -66,6 +66,9 @@ def save_plan(lowered: Lowered, path: str | os.PathLike[str], *, most: int = 64)
         what = f"{short(lowered)} is no plan: it comes from vfn.jit(f).lower(...)"
         raise TransformError(report("save_plan", what, fix="save_plan(vfn.jit(f).lower(*args), path)"))
     origin = lowered.origin
+    if origin.plan.places:
+        what = f"a plan with values at one place, the {mesh_name(origin.plan.places[0])}, cannot be saved"
+        raise TransformError(report("save_plan", what, fix="no plans=: it is recorded anew in each job"))
     found: list[Any]
     mesh = shared_mesh([], origin.plan.graph, origin.plan.recorded)
     try:

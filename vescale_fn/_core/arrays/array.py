@@ -252,6 +252,9 @@ class Array(WithoutMemory, DTensor):
 def _refuse_for_checkpoint(x: Array) -> None:
     """Raise where torch's checkpoints, which know of one contiguous part of a value a process, would store another one."""
     mesh, spec = torch_internals.mesh(x), spec_of(x)
+    if place_of(mesh) is not None:
+        what = "this array is at one place, which torch's checkpoints do not know"
+        raise SpecError(report("torch.distributed.checkpoint", what, [x.type_text], "vfn.save(path, tree)"))
     ranks = communicator_of(mesh).ranks if mesh.get_coordinate() is not None else ()
     here = [coordinates(mesh, rank) for rank in ranks]
     blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]

@@ -37,7 +37,7 @@ from .gathered import Gathered
 from .layout_solver import Solution, solved
 from .lazy_layout import is_new
 from .on_blocks import Local, LocalNew, LocalView, LocalWrite, OnBlocks, ViewOnBlocks, WriteOnBlocks, in_order
-from .places import Copied, Meets, NotHere, meeting
+from .places import Copied, Meets, NotHere, check_writes, meeting
 from .result_metas import metas
 from .rules.compositions import COMPOSED, READING, composed
 from .rules.parts import strided
@@ -111,6 +111,8 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
     """Decide on one call. `lies`: what is remembered of the layout of a tensor that the call does not name."""
     tensors = tensors_in(args, kwargs)
     mesh, meets = _mesh_of(func, tensors)
+    if place_of(mesh) is not None:
+        check_writes(func, args, kwargs, mesh)
     if meets:
         return Meets(func, mesh)
     if func in RETURNS_VIEW_OF_ITSELF:

@@ -23,9 +23,9 @@ from ..base.messages import described, mesh_text, report, short
 from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, same
-from ..distributed.places import at_of, resolved, whole_mesh
+from ..distributed.places import at_of, nothing, resolved, whole_mesh
 from ..local_types import replica_check
-from ..sharding.index_map import axes_of, local_indices
+from ..sharding.index_map import axes_of, local_indices, local_shape
 from ..sharding.layout import WHOLE, layout, type_text
 from ..sharding.named_sharding import without_mesh
 from ..sharding.spec import (
@@ -549,6 +549,10 @@ def from_blocks(
     make_block: Callable[[dict[str, int]], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, mesh: Any, spec: P
 ) -> Array:
     """The array of `shape` of which each rank makes its own block: ``make_block(coordinate)``, once a distinct block."""
+    communicator = communicator_of(mesh)
+    if communicator.is_elsewhere:
+        size = local_shape(shape, axes_of(mesh), spec, coordinates(mesh, communicator.ranks[0]))
+        return wrap(nothing(size, dtype, torch.device(mesh.device_type)), mesh, spec, torch.Size(shape))
     names = [axis for row in split_axes(spec, len(shape)) for axis in row]
     made: dict[Any, torch.Tensor] = {}
 
@@ -559,4 +563,4 @@ def from_blocks(
             made[place] = make_block(dict(coord))
         return made[place]
 
-    return wrap(communicator_of(mesh).each(block), mesh, spec, torch.Size(shape))
+    return wrap(communicator.each(block), mesh, spec, torch.Size(shape))

@@ -38,16 +38,7 @@ class Meets(Decision):
     """Arguments at one place, and others that every rank holds: the op is that place's."""
 
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        written = {id(x) for x in tensors_in(blocks.written_arguments(self.func, args, kwargs))}
         tensors = tensors_in(args, kwargs)
-        for x in tensors:
-            if isinstance(x, DTensor) and id(x) in written and not same(torch_internals.mesh(x), self.mesh):
-                failures = [f"{text(y)} is an argument" for y in tensors if isinstance(y, DTensor) and y is not x]
-                what = (
-                    f"{text(x)}, which other ranks hold too, would be written at {place_text(at_of(self.mesh))} alone"
-                )
-                fix = f"x = vfn.with_sharding(x, P(..., at={place_entry(at_of(self.mesh))})), and write that"
-                raise InPlaceError(report(op_text(self.func), what, failures, fix))
         moved = iter([self._here(x) if isinstance(x, DTensor) else x for x in tensors])
         return cls.redispatch(self.func, *with_tensors((args, kwargs), moved))
 
@@ -88,16 +79,35 @@ class NotHere(Decision):
         if written := blocks.written_arguments(self.func, args, kwargs):
             returns = len(torch_internals.schema(self.func).returns)
             return None if not returns else written[0] if returns == 1 else tuple(written)
-        out = [None if spec is None else self._stand_in(cls, spec) for spec in self.outs]
+        # torch asks for shapes on its meta device: what it brings from there, or wants there
+        devices = (
+            [kwargs["device"]]
+            if kwargs.get("device") is not None
+            else [x.device for x in tensors if x.device.type == "meta"]
+        )
+        device = torch.device(devices[0] if devices else self.mesh.device_type)
+        out = [None if spec is None else self._stand_in(cls, spec, device) for spec in self.outs]
         return self.many(out) if self.many else out[0]
 
-    def _stand_in(self, cls: Any, spec: Any) -> Any:
+    def _stand_in(self, cls: Any, spec: Any, device: torch.device) -> Any:
         meta, communicator = spec.tensor_meta, communicator_of(self.mesh)
         shape = local_shape(
             tuple(meta.shape), axes_of(self.mesh), layout(spec), coordinates(self.mesh, communicator.ranks[0])
         )
-        local = nothing(shape, meta.dtype, torch.device(self.mesh.device_type))
+        local = nothing(shape, meta.dtype, device)
         return torch_internals.new_dtensor(cls, local, spec)
+
+
+def check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> None:
+    """Raise where an op at a place would write what other ranks hold too: a plain tensor, or an array of all ranks."""
+    written = tensors_in(blocks.written_arguments(func, args, kwargs))
+    at = at_of(mesh)
+    for x in written:
+        if not isinstance(x, DTensor) or not same(torch_internals.mesh(x), mesh):
+            others = [y for y in tensors_in(args, kwargs) if isinstance(y, DTensor) and y is not x]
+            what = f"{text(x)}, which other ranks hold too, would be written at {place_text(at)} alone"
+            fix = f"x = vfn.with_sharding(x, P(..., at={place_entry(at)})), and write that"
+            raise InPlaceError(report(op_text(func), what, [f"{text(y)} is an argument" for y in others], fix))
 
 
 def meeting(func: Any, tensors: Sequence[Any], meshes: Sequence[Any]) -> Any:

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from .. import torch_internals
+from ..arrays.array import mesh_of, moved
 from ..base import context
 from ..base.errors import TransformError
 from ..base.messages import described, report
 from ..distributed.blocks import Blocks
+from ..distributed.places import place_of, whole_mesh
 from ..local_types import tensor_types
 from ..shard_map import body
+from ..sharding.layout import WHOLE
 
 
 def scalar(x: Any, where: str, name: str, whole: bool = False) -> Any:
@@ -22,12 +25,18 @@ def scalar(x: Any, where: str, name: str, whole: bool = False) -> Any:
     x = body.local(x)
     if isinstance(x, torch.Tensor):
         if x.ndim == 0 and not (whole and (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)):
-            return x
+            return _on_all_ranks(x, where)
     elif isinstance(x, int) and not (whole and isinstance(x, bool)) or (not whole and isinstance(x, float)):
         return x
     kind = "a 0-d integer tensor or an int" if whole else "a 0-d tensor or a bool"
     fix = "x.all() or x.any() of a condition with dims; torch.where(x, a, b) for one choice per element"
     raise TransformError(report(where, f"{name} must be {kind}, but it is {described(x)}", fix="" if whole else fix))
+
+
+def _on_all_ranks(x: torch.Tensor, where: str) -> torch.Tensor:
+    """What all ranks are to decide by: a value at a place is told to the others, which would go another way."""
+    mesh = mesh_of(x)
+    return x if place_of(mesh) is None else moved(x, whole_mesh(mesh), WHOLE, where)
 
 
 def varying(x: Any) -> tuple[str, ...]:

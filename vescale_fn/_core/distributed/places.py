@@ -96,11 +96,16 @@ def resolved(mesh: Any, spec: P) -> tuple[Any, P]:
 @saved_as("vescale_fn.mesh")
 def at_place(mesh: Any, at: At) -> Any:
     """The placed mesh of these coordinates: one object for all."""
-    made: dict[At, Any] = mesh.__dict__.setdefault("_vfn_places", {})
-    if at not in made:
+    found = _places.get((id(mesh), at))  # of the object: equal meshes may have groups of their own
+    if found is None:
+        if len(_places) >= 256:
+            _places.clear()
         with torch_internals.unrecorded(), torch_internals.no_torch_function():
-            made[at] = _made(mesh, at)
-    return made[at]
+            found = _places[id(mesh), at] = _made(mesh, at)
+    return found
+
+
+_places: dict[tuple[int, At], Any] = {}  # each holds its whole mesh, so that its id stays
 
 
 def _made(mesh: Any, at: At) -> Any:
@@ -187,6 +192,13 @@ def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
         return _number(dtype, device).expand(shape)
 
 
+def is_stand_in(x: torch.Tensor) -> bool:
+    """Whether a plain tensor is a stand-in."""
+    if not torch_internals.is_bare(x) or x.layout is not torch.strided or isinstance(x, NoValues):
+        return False
+    return torch_internals.memory(x)[0] == torch_internals.memory(_number(x.dtype, x.device))[0]
+
+
 @functools.cache
 def _number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A number that is no result of anything: NaN, the least of the signed integers, the greatest of the others; of bools,
@@ -217,7 +229,8 @@ class Elsewhere(ProcessGroup):
     def carry_out(
         self, kind: Kind, x: Any, axes: tuple[str, ...], params: Sequence[Any], later: bool = False, **how: Any
     ) -> Any:
-        return nothing(kind.result_shape(x.shape, self.size(axes), params), x.dtype, x.device)
+        shape = kind.result_shape(x.shape, self.size(axes), params)
+        return nothing(shape, x.dtype, x.device).contiguous()  # a plan may write into it
 
     def everyone(self, mine: Sequence[Sequence[Any]], why: str) -> list[list[Any]]:
         return [[leaf[0] for leaf in mine]] * math.prod(axes_of(self.mesh).values())

@@ -21,6 +21,7 @@ from ..._core.base.errors import MeshError, ParityError, SpecError
 from ..._core.base.messages import count_text, mesh_text, report
 from ..._core.base.user_calls import checked_function
 from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.places import whole_mesh
 from ..._core.local_types import replica_check
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.spec import P
@@ -273,7 +274,9 @@ def _parting(mesh: Any, recorders: Sequence[ValueRecorder], first: int, results:
 
 def _found_mesh(where: str, mesh: Any, args: Any) -> Any:
     if mesh is None:
-        mesh = next((mesh_of(x) for x in tree.leaves(args) if isinstance(x, torch.Tensor) and is_array(x)), None)
+        mesh = next(
+            (whole_mesh(mesh_of(x)) for x in tree.leaves(args) if isinstance(x, torch.Tensor) and is_array(x)), None
+        )
     mesh = mesh if mesh is not None else context.current_mesh()
     if mesh is None:
         raise MeshError(

@@ -19,12 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from ..._core import torch_internals
 from ..._core.base import context, op_arguments, tree
+from ..._core.base.errors import TransformError
+from ..._core.base.messages import report
 from ..._core.base.source_lines import PACKAGE, user_line
 from ..._core.distributed.blocks import of_each, parts
+from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.places import MeshPlace, place_of, spread_from
 from ..._core.local_types import function_kinds
 from ..._core.shard_map import body, typed_mode, untyped_mode
 from ..._core.sharding.layout import layout
-from ..._core.sharding.spec import P
+from ..._core.sharding.spec import P, place_text
 
 _TORCH = torch.__file__.rsplit("/", 1)[0] + "/"
 _MODES = (typed_mode.__file__, untyped_mode.__file__, body.__file__)
@@ -61,6 +65,14 @@ class Node:
         return self.name, self.line
 
 
+def _of_all_ranks(place: MeshPlace, local: Any) -> Any:
+    """What the ranks of a place hold, as if all did."""
+    if not communicator_of(place.whole).holds_blocks:
+        what = f"a value is at {place_text(place.at)}, which other processes cannot compare"
+        raise TransformError(report("check_parity", what, fix="vfn.simulate(n), in which one process plays all ranks"))
+    return spread_from(place, local)
+
+
 def hold(x: torch.Tensor) -> Held:
     """A copy of a value as it is now."""
     with torch_internals.no_torch_function(), torch.no_grad():
@@ -69,7 +81,11 @@ def hold(x: torch.Tensor) -> Held:
         if isinstance(inner, DTensor):
             if context.body() is None:  # in one, an array lies on a part of the mesh only
                 spec = layout(torch_internals.spec(inner))
-            inner = torch_internals.local(inner)
+            place, inner = place_of(torch_internals.mesh(inner)), torch_internals.local(inner)
+            if (
+                place is not None
+            ):  # which other ranks have not: in a simulation they are shown what their counterparts have
+                inner = _of_all_ranks(place, inner)
         return Held(spec, tuple(parts(of_each(lambda x: torch_internals.peel(x.detach().clone()), inner))))
 
 

@@ -29,6 +29,7 @@ from ..._core.base.messages import short
 from ..._core.distributed.blocks import Blocks, of_each
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of, root
+from ..._core.distributed.places import is_elsewhere, is_stand_in
 from ..._core.distributed.rows import row_of
 from ..._core.sharding.index_map import axes_of
 from ..._core.sharding.layout import WHOLE, contiguous_stride, layout, spec_for, text, type_text
@@ -127,6 +128,8 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
         return lambda x: [x]
     meta: Any = torch_internals.spec(leaf).tensor_meta
     local, stride = torch_internals.local(leaf), meta.stride
+    if _is_stand_in(leaf):
+        return lambda x: [torch_internals.local(x)]
     if type(local) is not Blocks:
         strides, local_of = in_order(local, stride), torch_internals.local
 
@@ -142,8 +145,17 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
     return lambda x: [as_recorded(torch_internals.local(x).blocks[rank], strides) for rank, strides in wanted]
 
 
+def _is_stand_in(leaf: Any) -> bool:
+    """Whether this rank holds nothing of an array: it is at another place."""
+    elsewhere = isinstance(leaf, DTensor) and is_elsewhere(torch_internals.mesh(leaf))
+    return elsewhere and is_stand_in(torch_internals.local(leaf))
+
+
 def plain_of(leaf: Any) -> list[torch.Tensor]:
     """The plain tensors in a leaf."""
+    if _is_stand_in(leaf):  # recorded as where it is
+        local, meta = torch_internals.local(leaf), torch_internals.spec(leaf).tensor_meta
+        return [local.new_empty_strided(local.shape, in_order(local, meta.stride))]
     take = taking(leaf)
     return [] if take is None else take(leaf)
 

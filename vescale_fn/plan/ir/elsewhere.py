@@ -1,0 +1,129 @@
+"""What a rank leaves out of a plan that all ranks have recorded: values that are at another place (`distributed/places`).
+
+All ranks record a whole program, and agree on it and on what passes make of it. Then each takes out what is computed, and sent,
+among the ranks of places where it is not; a collective of the whole mesh stays, and is given a stand-in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..._core.distributed.collectives import Collective, Start
+from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.places import is_elsewhere, nothing
+from .graph import Step, calls, copied, has_effect, output, value, written
+from .mapped import unmapped
+from .nested import Nested
+from .shared_bodies import inlined
+
+ELSEWHERE = "elsewhere"  # a placeholder with this in its meta is at another place than this rank
+
+_FILLS = torch.ops.aten.masked_fill.Scalar  # of a part of a sum: zeros where the value is not
+
+
+def left_out(graph: fx.Graph, results: Collection[int]) -> fx.Graph:
+    """The graph without what is elsewhere: its placeholders are marked, and `results` are the places of such results."""
+    graph = inlined(unmapped(copied(graph)))
+    gone = _Gone(graph)
+    outs = [*output(graph).args[0]]  # type: ignore[misc]
+    for i, node in enumerate(outs):
+        if isinstance(node, fx.Node) and (i in results or node in gone.values):
+            with graph.inserting_before(output(graph)):
+                outs[i] = _stand_in(graph, node, whole=False)
+    output(graph).args = (tuple(outs),)
+    for node in reversed([*calls(graph)]):
+        if not node.users and (node in gone.calls or _is_pure(node)):
+            graph.erase_node(node)
+    return graph
+
+
+class _Gone:
+    """What is not here of a graph: `values` that this rank has not got, and `calls` that it does not make."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.values = {node for node in graph.nodes if node.op == "placeholder" and ELSEWHERE in node.meta}
+        self.calls: set[fx.Node] = set()
+        for node in [*calls(graph)]:
+            self._see(node)
+
+    def _see(self, node: fx.Node) -> None:
+        given = set(node.all_input_nodes)
+        missing = given & self.values
+        if isinstance(node.target, Collective) and is_elsewhere(node.target.mesh):
+            self._leave_out(node)
+        elif given and isinstance((start := node.args[0]), fx.Node) and isinstance(start.target, Start):
+            self._see_wait(node, start)
+        elif not missing:
+            return
+        elif isinstance(node.target, Collective):
+            self._give_stand_ins(node, missing)
+            if not _receives(node.target):
+                self.values.add(node)
+        elif self._is_elsewhere(node, missing == given):
+            self._leave_out(node)
+        else:
+            self._give_stand_ins(node, missing)
+
+    def _is_elsewhere(self, node: fx.Node, all_missing: bool) -> bool:
+        """Whether a call, of which arguments are missing, is none of this rank's."""
+        if isinstance(node.target, Step):  # of several calls in one, it may do some for all ranks
+            return all_missing and not has_effect(node) and not isinstance(node.target, Nested)
+        return node.target is not _FILLS and self.values.issuperset(written(node))
+
+    def _see_wait(self, node: fx.Node, start: fx.Node) -> None:
+        """A wait belongs to its start."""
+        if start in self.calls:
+            self._leave_out(node)
+            return
+        node.args = (start, *start.args)
+        if start in self.values:
+            self.values.add(node)
+
+    def _leave_out(self, node: fx.Node) -> None:
+        self.values.add(node)
+        self.calls.add(node)
+
+    def _give_stand_ins(self, node: fx.Node, missing: Collection[fx.Node]) -> None:
+        with self.graph.inserting_before(node):
+            for x in missing:
+                node.replace_input_with(x, _stand_in(self.graph, x, whole=True))
+
+
+def _receives(collective: Collective) -> bool:
+    """Whether this rank gets what is sent from place to place."""
+    if collective.kind != "permute":
+        return True
+    communicator = communicator_of(collective.mesh)
+    group = communicator.group_of(0, collective.axes)
+    return group.index(communicator.ranks[0]) in [destination for _, destination in collective.params[0]]
+
+
+def _stand_in(graph: fx.Graph, x: fx.Node, whole: bool) -> fx.Node:
+    """What stands for a value; `whole`: in memory of its own."""
+    val: Any = value(x)
+    made = [(tuple(one.shape), one.dtype, one.device) for one in (val if isinstance(val, (list, tuple)) else [val])]
+    make = functools.partial(_made, made, whole, isinstance(val, (list, tuple)))
+    node = graph.call_function(Step("elsewhere", make))
+    node.meta = {"val": val, "line": x.meta.get("line", "")}
+    return node
+
+
+def _made(what: Sequence[Any], whole: bool, several: bool) -> Any:
+    found = [nothing(*one) for one in what]
+    if whole:  # an index that is nothing must not end the program
+        found = [x.contiguous() if x.is_floating_point() or x.is_complex() else torch.zeros_like(x) for x in found]
+    return found if several else found[0]
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether nobody misses a call whose result is not used."""
+    if isinstance(node.target, Collective):
+        return is_elsewhere(node.target.mesh)
+    waits = any(isinstance(x.target, Start) for x in node.all_input_nodes)
+    return not (waits or isinstance(node.target, Nested) or has_effect(node))
