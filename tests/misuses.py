@@ -2575,11 +2575,21 @@ def a_pipeline_by_an_unknown_schedule(mesh):
 @misuse
 def a_pipeline_along_an_axis_that_splits_a_parameter(mesh):
     """SpecError
-    pipeline: arguments are whole along the axis 'dp' of the mesh (dp=2, tp=2)
-      * params[0][0] is f32[3@dp,3] on the mesh (dp=2, tp=2)
-      Instead: vfn.with_sharding(x, a spec without 'dp')
+    pipeline: arguments are whole along the axis 'dp' of the mesh (dp=2, tp=2), or at coordinates of it
+      * params[0] is f32[3@dp,3] on the mesh (dp=2, tp=2)
+      Instead: vfn.with_sharding(x, a spec that 'dp' does not split)
     """
     vfn.grad(two())(three(mesh, P("dp")), X)
+
+
+@misuse
+def a_pipeline_whose_parameters_are_elsewhere(mesh):
+    """TransformError
+    pipeline: a stage uses parameters that its rank does not have
+      * params[0] is at dp=1, and used at 0
+      Instead: specs = vfn.pipeline(...).specs(params, *batch); vfn.with_sharding(params, specs)
+    """
+    vfn.grad(two(cuts=[0]))(three(mesh, P(at={"dp": 1})), X)
 
 
 @misuse

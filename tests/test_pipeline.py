@@ -152,18 +152,34 @@ def tied(params, x, y):
     return torch.nn.functional.cross_entropy((x + first) @ params["table"].mT, y)
 
 
-def test_a_tied_parameter_is_added_up_once_a_step() -> None:
-    """And no call stands in two tasks; of a boundary one activation crosses each way, what skips the stages goes there at once."""
-    table, *layers = numbers((9, WIDTH), *[(WIDTH, WIDTH)] * 4)
-    params = vfn.tree.map(torch.Tensor.double, {"table": table, "layers": layers})
-    batch = torch.arange(ROWS) % 9, torch.arange(ROWS) % 5
-    value, grads = vfn.optim.microbatches(vfn.value_and_grad(tied), PARTS)(params, *batch)
-    with vfn.simulate(4):
-        placed = vfn.shard(params, vfn.make_mesh((4,), ("pp",)), P())
-        piped = vfn.pipeline(tied, "pp", microbatches=PARTS, cuts=[0, 1, 2])
-        found = vfn.unshard(vfn.value_and_grad(piped)(placed, *batch))
+TABLE, *REST = (x.double() for x in numbers((9, WIDTH), *[(WIDTH, WIDTH)] * 4))
+TIED = {"table": TABLE, "layers": REST}
+WORDS = torch.arange(ROWS) % 9, torch.arange(ROWS) % 5
+
+
+def tied_step():
+    """The pipelined function on four ranks, and what it gives: each rank holds the parameters of its stage, two the table."""
+    mesh = vfn.make_mesh((4,), ("pp",))
+    piped = vfn.pipeline(tied, "pp", microbatches=PARTS, cuts=[0, 1, 2])
+    with vfn.use_mesh(mesh):
+        specs = piped.specs(TIED, *WORDS)
+    assert specs == {"table": P(at={"pp": (0, 3)}), "layers": [P(at={"pp": i}) for i in range(4)]}
+    found = vfn.value_and_grad(piped)(vfn.shard(TIED, mesh, specs), *WORDS)
+    assert vfn.tree.map(vfn.spec_of, found[1]) == specs
+    return piped, vfn.unshard(found)
+
+
+def check_tied(found) -> None:
+    value, grads = vfn.optim.microbatches(vfn.value_and_grad(tied), PARTS)(TIED, *WORDS)
     assert all(same((found[0], found[1]["layers"]), (value, grads["layers"])))
     torch.testing.assert_close(found[1]["table"], grads["table"], rtol=0, atol=1e-12)
+
+
+def test_a_tied_parameter_is_added_up_once_a_step() -> None:
+    """And no call stands in two tasks; of a boundary one activation crosses each way, what skips the stages goes there at once."""
+    with vfn.simulate(4):
+        piped, found = tied_step()
+    check_tied(found)
     stages = next(iter(piped._plans.values())).stages
     made = [node for (kind, _), nodes in stages.tasks.items() if kind != "PRE" for node in nodes]
     assert len(made) == len(set(made))
@@ -233,7 +249,12 @@ def step(f, name: str, whole: bool):
     if not whole:
         shape, axes = zip(*((n, a) for n, a in zip(shape, axes) if a != "pp")) if len(axes) > 1 else ((1,), ("one",))
     mesh = vfn.make_mesh(shape, axes)
-    params, batch = vfn.shard(LAYERS, mesh, [specs] * 4), vfn.shard((X[:4], Y[:4]), mesh, of_batch)
+    specs, batch = [specs] * 4, vfn.shard((X[:4], Y[:4]), mesh, of_batch)
+    if whole and name != "tp":  # each rank holds the parameters of its own stages alone
+        with vfn.use_mesh(mesh):
+            specs = f(lambda loss: loss).specs(vfn.eval_shape(lambda: LAYERS), *batch, base=specs)
+        assert all(dict(spec.at).keys() == {"pp"} for spec in vfn.tree.leaves(specs))
+    params = vfn.shard(LAYERS, mesh, specs)
     value, grads = f(vfn.value_and_grad)(params, *batch)
     assert vfn.tree.map(vfn.spec_of, grads) == vfn.tree.map(vfn.spec_of, params)
     return vfn.unshard((value, grads, f(lambda loss: loss)(params, *batch)))
@@ -260,10 +281,11 @@ V = Schedule((0, 1, 1, 0), rows("0F0 0F1 3F0 3B0 3F1 3BW1 3W0 0B0 0BW1 0W0", "1F
 
 
 def on_a_rank():
-    return [piped_step("fsdp"), piped_step("tp", V), piped_step("four stages", "gpipe")]
+    return [piped_step("fsdp"), piped_step("tp", V), piped_step("four stages", "gpipe")], tied_step()[1]
 
 
 def test_stages_on_real_ranks(gloo) -> None:
     wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
-    for found in gloo(4, on_a_rank):
+    for found, of_tied in gloo(4, on_a_rank):
         assert all(same(found, wanted))
+        check_tied(of_tied)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from . import schedules
 from ._core import torch_internals
 from ._core.arrays.along_axis import AlongAxis
-from ._core.arrays.array import is_array, mesh_of
+from ._core.arrays.array import is_array, mesh_of, spec_of
+from ._core.arrays.shapes import ShapeDtype
 from ._core.base import context, tree
 from ._core.base.containers import opened
 from ._core.base.errors import TransformError
@@ -22,7 +23,9 @@ from ._core.base.messages import described, report, short
 from ._core.base.user_calls import checked_function
 from ._core.distributed.abstract_mesh import AbstractMesh
 from ._core.distributed.mesh import communicator_of
+from ._core.distributed.places import whole_mesh
 from ._core.sharding.index_map import axes_of
+from ._core.sharding.spec import P, with_place
 from ._core.transforms.grad import keep_mark, value_and_grad
 from .optim.microbatches import check_results, means, microbatches, parts, reduced_later
 from .optim.optimizer import check_steps
@@ -79,7 +82,8 @@ def pipeline(
         has_aux: whether `f` gives a pair.
 
     Returns:
-        A function of the same arguments. Parameters are whole along the axis, and so are the gradients.
+        A function of the same arguments. Parameters are whole along the axis, or at the coordinates whose stages use them, as
+        ``specs(params, *batch)`` of the function says; gradients lie as they do.
 
     Raises:
         TransformError: too few cuts; a schedule that does not fit the mesh; or it is called under another transform than
@@ -206,40 +210,101 @@ class Pipelined:
             return microbatches(f, self._count)(params, *batch, **kwargs)
         if torch_internals.recorder() is not None:
             raise Unrecordable("a pipelined function runs by a schedule of its own", "?")
-        world = dist.group.WORLD if dist.is_initialized() else None
-        along = _along(mesh, self._axis, world)
-        arrays = [] if how is None else list(map(is_array, params[0]))  # whose gradients are arrays, too
+        along = _along(mesh, self._axis, _world())
+        given, names = tree.leaves(params), _paths(how, params)
+        primals = [] if how is None else params[0]
+        params = _without(params, along, names, True)
+        with self._on_rest(along):
+            homes = tuple(map(along.coordinates, given))
+            staged, leaves = self._staged(f, how, params, batch, kwargs, along, homes)
+            outs = staged(leaves, functools.partial(means, count=self._count))
+        first = len(outs) - len(primals)
+        values = [along.whole(x) if along.rest is None or is_array(x) else x for x in outs[:first]]
+        grads = [_as_primal(x, primal, along) for x, primal in zip(outs[first:], primals, strict=True)]
+        return tree.unflatten(staged.out_def, values + grads)
+
+    @staticmethod
+    def _on_rest(along: AlongAxis) -> Any:
+        """A block in which the current mesh is that of the other axes."""
+        return context.use_mesh(context.current_mesh() if along.rest is None else along.rest)
+
+    def _staged(
+        self, f: Callable[..., Any], how: Any, params: Any, batch: Any, kwargs: Any, along: AlongAxis, homes: Any
+    ) -> tuple[Staged, list[list[Any]]]:
+        """The plan for parameters that are on the mesh without the axis already, and for each part of the batch all leaves."""
         schedule = self._schedule_of(along.size)
-        params, batch, kwargs = (
-            self._without(x, along, name) for x, name in ((params, "params"), (batch, "batch"), (kwargs, "kwargs"))
-        )
+        batch, kwargs = (_without(x, along, tree.paths(x, n), False) for x, n in ((batch, "batch"), (kwargs, "kwargs")))
         part_of = parts(batch, self._count, "pipeline")
         params = reduced_later(params, batch, "pipeline")
-        with context.use_mesh(context.current_mesh() if along.rest is None else along.rest):
-            given = [(params, *part_of(i)) for i in range(self._count)]
-            call = JitCall(f, given[0], kwargs, None, None)
-            leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in given]
-            key = how, along.mesh, world, call.key
-            staged = self._plans.get(key)
-            if staged is None or staged.changed():
-                places = _varying(params, batch, leaves)
-                name = getattr(self._f, "__name__", type(self._f).__name__)
-                count = 0 if how is None else len(params[0])
-                staged = Staged(call, places, len(tree.leaves(params)), count, along, schedule, self._cuts, name)
-                like = tree.unflatten(staged.out_def, staged.like)
-                check_results(tree.paths(like, "result"), staged.like, "pipeline")
-                self._plans[key] = staged
-                if len(self._plans) > _KEPT:
-                    self._plans.popitem(last=False)
-            outs = staged(leaves, functools.partial(means, count=self._count))
-        lifted = [along.rest is None or is_array(x) for x in outs[: len(outs) - len(arrays)]] + arrays
-        outs = [along.whole(x) if lift else x for x, lift in zip(outs, lifted, strict=True)]
-        return tree.unflatten(staged.out_def, outs)
+        args = [(params, *part_of(i)) for i in range(self._count)]
+        leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in args]
+        call = JitCall(f, args[0], kwargs, None, None)
+        key = how, homes, along.mesh, _world(), call.key
+        found = self._plans.get(key)
+        if found is None or found.changed():
+            varying = _varying(params, batch, leaves)
+            name = getattr(self._f, "__name__", type(self._f).__name__)
+            count = 0 if how is None else len(params[0])
+            names = _paths(how, params)
+            found = self._plans[key] = Staged(call, varying, count, names, homes, along, schedule, self._cuts, name)
+            like = tree.unflatten(found.out_def, found.like)
+            check_results(tree.paths(like, "result"), found.like, "pipeline")
+            if len(self._plans) > _KEPT:
+                self._plans.popitem(last=False)
+        return found, leaves
+
+    def specs(self, params: Any, *batch: Any, base: Any = None, **kwargs: Any) -> Any:
+        """How the parameters may lie so that each rank holds those of its own stages alone: for each leaf the `P` that it has
+        otherwise, ``at`` the coordinates on the axis whose stages use it; without ``at`` where all do.
+
+        Args:
+            params: the parameters, or their shapes (`vfn.eval_shape`): nothing is computed.
+            batch, kwargs: the other arguments, or their shapes, as they will be given.
+            base: how the parameters lie on the other axes of the mesh, a `P` or a prefix tree of them. By default: as now.
+
+        Raises:
+            TransformError: neither the arguments nor the current mesh have the axis; or as a call.
+
+        >>> import torch, vescale_fn as vfn
+        >>> def loss(params, x):
+        ...     return (vfn.cut(x @ params["first"]) @ params["second"]).square().mean()
+        >>> params, x = {"first": torch.eye(2), "second": torch.eye(2)}, torch.ones(4, 2)
+        >>> with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("pp",))):
+        ...     vfn.pipeline(loss, "pp", microbatches=2).specs(params, x)
+        {'first': P(at={'pp': 0}), 'second': P(at={'pp': 1})}
+        """
+        self._check_around()
+        mesh = self._mesh([params, batch, kwargs]) or context.current_mesh()
+        if mesh is None or self._axis not in axes_of(mesh):
+            what = f"there is no mesh with the axis {self._axis!r}"
+            raise TransformError(report("pipeline.specs", what, fix="vfn.set_mesh(mesh), or arguments on the mesh"))
+        leaves, structure = opened(params, "pipeline.specs", "params", modules=True)
+        specs = (
+            [_now(x) for x in leaves]
+            if base is None
+            else tree.broadcast(base, params, "pipeline.specs", "base", "params")
+        )
+        along = _along(mesh, self._axis, _world())
+        shapes = [_shape(x, spec, along.rest) for x, spec in zip(leaves, specs, strict=True)]
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        followed = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
+        rest = [i for i in range(len(leaves)) if i not in followed]
+        f = self._with_gradients(structure, followed)
+        given = [shapes[i] for i in followed], [shapes[i] for i in rest]
+        with self._on_rest(along):
+            staged, _ = self._staged(f, (structure, *followed), given, batch, kwargs, along, (None,) * len(leaves))
+        uses = dict(zip([*followed, *rest], staged.uses(), strict=True))
+        everywhere = set(range(along.size))
+        for i in tensors:
+            if uses[i] != everywhere:
+                at = tuple(sorted(uses[i])) or (0,)
+                specs[i] = with_place(specs[i], ((self._axis, at),))
+        return tree.unflatten(structure, specs)
 
     def _mesh(self, trees: Iterable[Any]) -> Any:
         """The mesh with the axis among those of the arguments; None where there is none."""
         arrays = [x for x in tree.leaves(list(trees)) if isinstance(x, torch.Tensor) and is_array(x)]
-        found = [mesh for x in arrays if self._axis in axes_of(mesh := mesh_of(x))]
+        found = [mesh for x in arrays if self._axis in axes_of(mesh := whole_mesh(mesh_of(x)))]
         if not found:
             return None
         mesh = found[0]
@@ -270,11 +335,22 @@ class Pipelined:
         self._schedules[ranks] = made
         return made
 
-    def _without(self, value: Any, along: AlongAxis, name: str) -> Any:
-        leaves, structure = tree.flatten(value)
-        for path, x in zip(tree.paths(value, name), leaves, strict=True):
-            along.check(x, path, "pipeline")
-        return tree.unflatten(structure, map(along.without, leaves))
+
+def _paths(how: Any, params: Any) -> list[str]:
+    """The parameters as the user's function names them."""
+    if how is None:
+        return tree.paths(params, "params")
+    structure, *followed = how
+    found = tree.paths(tree.unflatten(structure, range(structure.num_leaves)), "params")
+    return [found[i] for i in followed] + [path for i, path in enumerate(found) if i not in followed]
+
+
+def _without(value: Any, along: AlongAxis, names: Sequence[str], placed: bool) -> Any:
+    """A tree on the mesh without the axis; `placed`: also of what is at coordinates of it."""
+    leaves, structure = tree.flatten(value)
+    for name, x in zip(names, leaves, strict=True):
+        along.check(x, name, "pipeline", placed)
+    return tree.unflatten(structure, map(along.without, leaves))
 
 
 def _varying(params: Any, batch: Any, leaves: Sequence[Sequence[Any]]) -> list[int]:
@@ -286,6 +362,30 @@ def _varying(params: Any, batch: Any, leaves: Sequence[Sequence[Any]]) -> list[i
         for i in range(first, first + len(tree.leaves(batch)))
         if isinstance(one[i], torch.Tensor) and (len(leaves) == 1 or one[i] is not other[i])
     ]
+
+
+def _as_primal(x: Any, primal: Any, along: AlongAxis) -> Any:
+    """A gradient on the mesh without the axis as one of what it is the gradient of."""
+    if not is_array(primal):
+        return x
+    return along.whole(x) if along.coordinates(primal) is None else along.placed(x, primal)
+
+
+def _now(x: Any) -> P:
+    """How a leaf lies on other axes than the pipeline's, where nothing else is said."""
+    return spec_of(x) if isinstance(x, torch.Tensor) else P()
+
+
+def _shape(x: Any, spec: P, mesh: Any) -> Any:
+    """A leaf without its values, lying so on a mesh, where there is one."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return ShapeDtype(x.shape, x.dtype) if mesh is None else ShapeDtype(x.shape, x.dtype, spec, mesh)
+
+
+def _world() -> Any:
+    """The default process group: with another one there are other groups."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 @functools.lru_cache(maxsize=16)

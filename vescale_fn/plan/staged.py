@@ -47,8 +47,9 @@ class Staged:
     Args:
         call: of the function with one part of the batch, on the mesh without the axis.
         varying: the places of the leaves that differ from part to part.
-        parameters: how many leaves, the first ones, are parameters.
-        gradients: of how many of them, the first ones, the function gives the gradients, too, as its last results.
+        gradients: of how many leaves, the first ones, the function gives the gradients, too, as its last results.
+        names: of the parameters, the first leaves.
+        homes: of each parameter the coordinates on the axis that have it; None for all.
         along: the mesh and its axis.
         schedule: which rank runs what when.
         cuts: which cuts are used.
@@ -64,15 +65,16 @@ class Staged:
         self,
         call: JitCall,
         varying: Sequence[int],
-        parameters: int,
         gradients: int,
+        names: Sequence[str],
+        homes: Sequence[tuple[int, ...] | None],
         along: AlongAxis,
         schedule: Any,
         cuts: Any,
         name: str,
     ) -> None:
         self.along, self.schedule, self.name = along, schedule, name
-        self.varying = frozenset(varying)
+        self.varying, self._parameters = frozenset(varying), len(homes)
         self.captured = Captured(call.f, filter(leaves_.is_object, call.leaves))
         recorded = self._agreed(call)
         graph = filled(writes(recorded.graph))
@@ -80,8 +82,9 @@ class Staged:
         inputs = [x for x in graph.nodes if x.op == "placeholder"]
         self.places: list[tuple[int, list[fx.Node]]] = []  # of a leaf, the inputs that are its plain tensors
         at = 0
-        for i, take in self._taking:
-            size = len(take(call.leaves[i]))
+        for i, _ in self._taking:
+            leaf = call.leaves[i]
+            size = 1 if leaves_.is_number(leaf) else leaves_.count_of(leaf)
             self.places.append((i, inputs[at : at + size]))
             at += size
         self.constants = dict(zip(inputs[at:], recorded.constants, strict=True))
@@ -90,25 +93,34 @@ class Staged:
         self.out_def, self.results = recorded.out_def, recorded.results
         self._check_results(call.f)
         self._check_meshes(graph)
-        step = self._step(graph, parameters, gradients)
+        step = self._step(graph, gradients)
         self.stages = chosen(step, recorded.cuts, cuts, len(schedule.placement))
         self._check_same(graph)
+        self.homes, self._first = homes, len(self.results) - gradients
+        self._check_homes(names)
+        self._make_tasks(gradients > 0)
+        recorded.end()
+
+    # --- making it --------------------------------------------------------------------------------------------------
+
+    def _make_tasks(self, gradients: bool) -> None:
+        """The order of the tasks, those of this process as functions, and how it is connected with others."""
+        along, placement = self.along, self.schedule.placement
         self.order = [
             (rank, action)
-            for rank, task in schedule.check(blocking=False)  # a send waits for nothing
+            for rank, task in self.schedule.check(blocking=False)  # a send waits for nothing
             for one in _actions(task)
             for action in one
             if gradients or action[0] == F
         ]
-        mine = {s for s, rank in enumerate(schedule.placement) if along.simulated or rank == along.me}
+        mine = {s for s, rank in enumerate(placement) if along.simulated or rank == along.me}
         self.tasks: dict[int, dict[str, Task]] = {s: tasks_of(self.stages, s) for s in sorted(mine)}
+        self._needed = {x for own in self.tasks.values() for task in own.values() for x in task.inputs}
+        self._needed.update(self.stages.values, (term.node for terms in self.stages.parts for term in terms))
         self._groups: dict[tuple[int, int], Any] = {}
         if not along.simulated:
-            for pair in edges(self.stages, schedule.placement):
+            for pair in edges(self.stages, placement):
                 self._groups[pair] = edge_group(along.mesh, along.axis, *pair, dist.group.WORLD)
-        recorded.end()
-
-    # --- making it --------------------------------------------------------------------------------------------------
 
     def _agreed(self, call: JitCall) -> Recorded:
         """The recording, which all ranks have compared."""
@@ -155,7 +167,7 @@ class Staged:
             fix = "all arrays as arguments, those that are no batch by keyword"
             raise TransformError(report("pipeline", what, [f"at {source_lines.quoted(line)}"] if line else [], fix))
 
-    def _step(self, graph: fx.Graph, parameters: int, gradients: int) -> CutStep:
+    def _step(self, graph: fx.Graph, gradients: int) -> CutStep:
         nodes: Any = output(graph).args[0]
         values: list[fx.Node] = []
         grads: list[tuple[fx.Node, int]] = []
@@ -172,7 +184,7 @@ class Staged:
                     grads.append((nodes[place], i - first))
             self.where.append(where)
         self.like = [nodes[made.places[0]].meta["val"] for made in self.results]
-        of_parameters = {x: i for i, xs in self.places for x in xs if i < parameters}
+        of_parameters = {x: i for i, xs in self.places for x in xs if i < self._parameters}
         batch = frozenset(x for i, xs in self.places for x in xs if i in self.varying)
         return CutStep(graph, values, grads, of_parameters, batch)
 
@@ -187,6 +199,26 @@ class Staged:
             raise DivergenceError(
                 report("pipeline", what, fix="the same program on every rank: each runs a part of it")
             )
+
+    def uses(self) -> list[set[int]]:
+        """For each parameter the coordinates on the axis whose stages use it."""
+        found: dict[fx.Node, set[int]] = {}
+        for (_, s), nodes in self.stages.tasks.items():
+            for x in (x for node in nodes for x in node.all_input_nodes if x.op == "placeholder"):
+                found.setdefault(x, set()).add(self.schedule.placement[s])
+        of_leaf = {i: set().union(*(found.get(x, ()) for x in nodes)) for i, nodes in self.places}
+        return [of_leaf.get(i, set()) for i in range(self._parameters)]
+
+    def _check_homes(self, names: Sequence[str]) -> None:
+        """Raise where a stage uses a parameter that its rank does not have."""
+        said = []
+        for name, home, used in zip(names, self.homes, self.uses(), strict=True):
+            if home is not None and not used <= set(home):
+                where = ", ".join(map(str, sorted(used)))
+                said.append(f"{name} is at {self.along.axis}={','.join(map(str, home))}, and used at {where}")
+        if said:
+            fix = "specs = vfn.pipeline(...).specs(params, *batch); vfn.with_sharding(params, specs)"
+            raise TransformError(report("pipeline", "a stage uses parameters that its rank does not have", said, fix))
 
     def changed(self) -> bool:
         """Whether what the function closes over has changed since."""
@@ -208,6 +240,8 @@ class Staged:
         fixed = dict(self.constants)
         own: list[dict[fx.Node, Any]] = [{} for _ in parts]
         for i, nodes in self.places:
+            if self._needed.isdisjoint(nodes):
+                continue  # of another stage's parameters
             if i not in self.varying:
                 fixed.update(zip(nodes, take[i](leaves[i]), strict=True))
             else:
@@ -249,16 +283,21 @@ class Staged:
         return self.schedule.placement[at]
 
     def _everywhere(self, i: int, found: Any, owner: int) -> Any:
-        """A result that one rank along the axis has, on all of them."""
+        """A result that one rank along the axis has, on all that are to have it; None on the others."""
         if self.along.simulated or self.along.size == 1:
             return found
         made, like = self.results[i], self.like[i]
+        home = None if i < self._first else self.homes[i - self._first]
+        if home == (owner,):
+            return found
         if found is None:
             local = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         else:
             local = torch_internals.local(found) if is_array(found) else found
         why = "pipeline: a result of one stage, on all ranks"
         local = collectives.broadcast(local.contiguous(), self.along.mesh, (self.along.axis,), owner, why)
+        if home is not None and self.along.me not in home:
+            return None
         if made.spec is None:
             return local
         lies = P(*made.lies) if made.lies.unreduced else made.lies

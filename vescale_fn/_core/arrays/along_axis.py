@@ -9,14 +9,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
+from ..base import no_values
 from ..base.errors import SpecError, VfnError
 from ..base.messages import report
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import groups
 from ..distributed.mesh import communicator_of, mesh_name
+from ..distributed.places import at_of, is_elsewhere, nothing, place_of, whole_mesh
 from ..sharding.index_map import axes_of
 from ..sharding.layout import type_text
-from ..sharding.spec import P, axes_named
+from ..sharding.spec import P, axes_named, with_place
 from .array import spec_of, wrap
 
 
@@ -56,29 +58,54 @@ class AlongAxis:
         """The step has ended."""
         self._is_running = False
 
-    def check(self, x: Any, name: str, where: str) -> None:
-        """Raise for an array that is not whole along the axis, or on another mesh."""
+    def check(self, x: Any, name: str, where: str, placed: bool) -> None:
+        """Raise for an array that is not whole along the axis, nor, where it may be (`placed`), at coordinates of it."""
         if not isinstance(x, DTensor):
             return
-        spec = spec_of(x)
-        if (
-            torch_internals.mesh(x) != self.mesh
-            or self.axis in axes_named(spec) | spec.unreduced | spec.reduced
-            or spec.at
-        ):
-            told = f"{name} is {type_text(x.shape, x.dtype, spec)} on the {mesh_name(torch_internals.mesh(x))}"
+        mesh, spec = torch_internals.mesh(x), spec_of(x)
+        place = place_of(mesh)
+        fits = place is None or (placed and place.axes == (self.axis,))
+        if not fits or whole_mesh(mesh) != self.mesh or self.axis in axes_named(spec) | spec.unreduced | spec.reduced:
+            lies = with_place(spec, at_of(mesh))
+            told = f"{name} is {type_text(x.shape, x.dtype, lies)} on the {mesh_name(whole_mesh(mesh))}"
             what = f"arguments are whole along the axis {self.axis!r} of the {mesh_name(self.mesh)}"
-            raise SpecError(report(where, what, [told], f"vfn.with_sharding(x, a spec without {self.axis!r})"))
+            what += ", or at coordinates of it" if placed else ""
+            raise SpecError(
+                report(where, what, [told], f"vfn.with_sharding(x, a spec that {self.axis!r} does not split)")
+            )
+
+    def coordinates(self, x: Any) -> tuple[int, ...] | None:
+        """The coordinates on the axis that a value is at; None for one that all ranks have."""
+        place = place_of(torch_internals.mesh(x)) if isinstance(x, DTensor) else None
+        return None if place is None else dict(place.at)[self.axis]
 
     def without(self, x: Any) -> Any:
-        """A value as the ranks at each place of the axis have it; what is no array as it is."""
+        """A value as the ranks at each place of the axis have it; what is no array as it is. Of one at a place the ranks
+        elsewhere have nothing that is to be used."""
         if not isinstance(x, DTensor):
             return x
         local: Any = torch_internals.local(x)
         if self.simulated:
-            first = [local.blocks[line[0]] for line in self.lines]
+            whole = place_of(torch_internals.mesh(x)) is None
+            first = [local.blocks[line[0]] for line in self.lines] if whole else list(local.blocks)
             local = Blocks(first) if self.rest is not None else first[0]
-        return local if self.rest is None else wrap(local, self.rest, spec_of(x), x.shape, _stride(x))
+        if self.rest is not None:
+            return wrap(local, self.rest, spec_of(x), x.shape, _stride(x))
+        if is_elsewhere(torch_internals.mesh(x)):  # which is recorded as where the value is
+            return no_values.empty(x.shape, _stride(x), x.dtype, local.device)
+        if local.stride() != _stride(x):
+            local = torch.empty_strided(x.shape, _stride(x), dtype=x.dtype, device=local.device).copy_(local)
+        return local
+
+    def placed(self, x: Any, like: DTensor) -> Any:
+        """What the ranks at a place have, an array on the other axes or a plain tensor, as an array at the place of another;
+        None for it on the other ranks."""
+        local: Any = torch_internals.local(like if x is None or not isinstance(x, DTensor) else x)
+        if x is None:
+            local = nothing(local.shape, local.dtype, local.device)
+        elif not isinstance(x, DTensor):
+            local = Blocks([x]) if self.simulated else x
+        return wrap(local, torch_internals.mesh(like), P(*spec_of(like)), like.shape)
 
     def whole(self, x: torch.Tensor, lies: P = P()) -> Any:
         """What ranks have alike at all places of the axis, an array on the other axes or a plain tensor, as an array."""
