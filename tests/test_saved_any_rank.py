@@ -1,6 +1,7 @@
 """A plan saved in a bare process, on an abstract mesh, serves every rank of the job: the same bits, and nothing is recorded."""
 
 import contextlib
+import functools
 import json
 import math
 import warnings
@@ -149,8 +150,19 @@ def programs(mesh):
     return {name: found[name] for name in kept}
 
 
-def saved(folder, sizes, names):
-    """A file for each program, saved without any rank; how many plans each has."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By the sizes of a mesh: a folder with a file for each program, saved without any rank; how many plans each has."""
+
+    @functools.cache
+    def of(sizes):
+        folder = tmp_path_factory.mktemp("plans")
+        return folder, _saved(folder, sizes, MESHES[sizes])
+
+    return of
+
+
+def _saved(folder, sizes, names):
     mesh, count = vfn.abstract_mesh(sizes, names), {}
     with vfn.use_mesh(mesh):
         for name, (f, args, donated) in programs(mesh).items():
@@ -178,14 +190,14 @@ def _loaded(folder, sizes, names, kept=None):
         for name, (f, args, donated) in programs(mesh).items():
             if kept is not None and name.replace(" ", "_") not in kept:
                 continue
-            want = vfn.jit(f, donate_argnums=donated)(*copies(args))
+            recorded = vfn.jit(f, donate_argnums=donated)
+            want = recorded(*copies(args))
             again = vfn.jit(f, donate_argnums=donated, plans=[vfn.load_plan(f"{folder}/{name.replace(' ', '_')}")])
             for _ in range(2):
                 got = again(*copies(args))
             pairs = zip(blocks(got), blocks(want), strict=True)
             same = all(kind is other and torch.equal(a, b) for (kind, a), (other, b) in pairs)
-            alone, ours = (vfn.jit(f, donate_argnums=donated).lower(*args).comms(), again.lower(*args).comms())
-            sent = [[(one.op, one.axes, one.bytes) for one in log] for log in (alone, ours)]
+            sent = [[(x.op, x.axes, x.bytes) for x in one.lower(*args).comms()] for one in (recorded, again)]
             found[name] = same and sent[0] == sent[1], again.cache_info().records
     return found, [str(one.message) for one in said]
 
@@ -260,11 +272,10 @@ RECORDS = "a loop, or a choice, in which ranks communicate or differ"
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3,), (1, 2)])
-def test_simulated_ranks_load_what_an_abstract_mesh_has_saved(tmp_path, sizes):
+def test_simulated_ranks_load_what_an_abstract_mesh_has_saved(saved, sizes):
     """A plan writes over what dies on one rank: simulated ranks that hold the same have copies of that."""
-    saved(tmp_path, sizes, MESHES[sizes])
     with vfn.simulate(math.prod(sizes)):
-        found, said = _loaded(str(tmp_path), sizes, MESHES[sizes])
+        found, said = _loaded(str(saved(sizes)[0]), sizes, MESHES[sizes])
     recorded = {name for name in ("scan", "cond") if name in found}
     assert found == {name: (True, int(name in recorded)) for name in found}
     assert len(said) == len(recorded)
@@ -328,11 +339,10 @@ def test_closed_over_tensors_are_refused_still():
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_every_rank_loads_what_a_bare_process_has_saved(gloo, tmp_path, sizes):
-    names, ranks = MESHES[sizes], math.prod(sizes)
-    count = saved(tmp_path, sizes, names)
+def test_every_rank_loads_what_a_bare_process_has_saved(gloo, saved, sizes):
+    folder, count = saved(sizes)
     assert count["fsdp"] == count["body"] == count.get("tp", 1) == 1  # also where one rank alone adds a bias
     assert count["uneven"] > 1
-    for found, said in gloo(ranks, _loaded, str(tmp_path), sizes, names):
+    for found, said in gloo(math.prod(sizes), _loaded, str(folder), sizes, MESHES[sizes]):
         assert found == dict.fromkeys(found, (True, 0))
         assert said == []
