@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch.testing import assert_close
+from whole import part
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -346,7 +347,7 @@ def test_within_a_limit(name: str) -> None:
 
 
 def within_limits_on_a_rank():
-    return within_limits(LIMITS, vfn.make_mesh((2,), ("a",)))
+    return within_limits(part(LIMITS, 2), vfn.make_mesh((2,), ("a",)))
 
 
 def test_within_limits_on_gloo_ranks(gloo) -> None:

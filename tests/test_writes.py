@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from test_spec import all_specs
+from whole import some
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -113,8 +114,8 @@ def run(seed: int, mesh) -> str:
 def test_sampled_programs(part: int) -> None:
     with vfn.simulate(6):
         mesh = vfn.make_mesh((2, 3), ("a", "b"))
-        results = [run(seed, mesh) for seed in range(60 * part, 60 * (part + 1))]
-    assert results.count("right") >= 30, "enough of them run to the end"
+        results = [run(seed, mesh) for seed in range(60 * part, 60 * part + some(24, 60))]
+    assert results.count("right") >= len(results) // 2, "enough of them run to the end"
 
 
 # --- into views of arrays whose elements lie on other ranks -------------------------------------------------------------
