@@ -32,6 +32,7 @@ NAMES = (
     "checkpoint",
     "digest",
     "any_size",
+    "pipelines",
 )
 
 for name in NAMES:

@@ -77,6 +77,19 @@ def runs(schedule: Schedule, blocking: bool) -> bool:
     return finished and all(count in ((1, 1, 1, 0), (1, 0, 0, 1)) for count in each)
 
 
+def verdicts(seed: int) -> list[tuple[bool, bool]]:
+    """Of a random schedule, with sends that never wait and with rendezvous: what `check` says, and whether ranks run it."""
+    schedule, found = random_schedule(random.Random(seed)), []
+    for blocking in (False, True):
+        try:
+            schedule.check(blocking)
+            said = True
+        except ScheduleError:
+            said = False
+        found.append((said, runs(schedule, blocking)))
+    return found
+
+
 def random_schedule(rng: random.Random) -> Schedule:
     """A schedule that may be valid or not: tasks in a random order that respects their inputs, then a few changes."""
     p, m = rng.randint(1, 4), rng.randint(1, 4)
@@ -157,7 +170,7 @@ def formula_faults(name: str, p: int, m: int, costs: list[tuple[int, int, int]])
     if function == "dualpipev" and m < 2 * p:
         return []
     schedule = getattr(schedules, function)(p, m, *map(int, filter(None, [v])))
-    schedule.check(blocking=not v or m % p == 0 or m < p)
+    schedule.check(blocking=not v or m % p == 0 or m < 2 * p)
     chunks = int(v or 1)
     faults = []
     for whole in costs:
@@ -259,6 +272,17 @@ def least_of_all(p: int, m: int, costs: schedules.Costs, limit: int) -> float:
         with contextlib.suppress(ScheduleError):
             best = min(best, schedule.simulate(costs).makespan)
     return best
+
+
+def auto_over_optimum(seed: int) -> float:
+    """How much longer `auto` takes than any schedule needs, at random costs within a random limit of memory, as a ratio."""
+    rng = random.Random(seed)
+    p, m = rng.choice((2, 3, 3)), rng.choice((2, 3, 4, 4))
+    f, b, w = ([rng.randint(1, 10) for _ in range(p)] for _ in range(3))
+    costs, limit = schedules.Costs(f, b, w, p2p=rng.choice((0, rng.randint(0, 5)))), rng.randint(1, m)
+    timeline = schedules.auto(costs, p, m, limit).simulate(costs)
+    assert max(timeline.in_flight) <= limit
+    return timeline.makespan / least_makespan(m, f, b, w, costs.p2p, limit, math.inf)
 
 
 def slower_than_named(seed: int, most: int = 8) -> list[str]:
