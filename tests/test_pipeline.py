@@ -5,6 +5,8 @@ import torch
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn.recipes import gpt, models
+from vescale_fn.recipes.parallel import parallel
 from vescale_fn.schedules import Action, Schedule
 
 PARTS, ROWS, WIDTH = 3, 12, 4
@@ -289,3 +291,21 @@ def test_stages_on_real_ranks(gloo) -> None:
     for found, of_tied in gloo(4, on_a_rank):
         assert all(same(found, wanted))
         check_tied(of_tied)
+
+
+def test_a_model_of_the_recipes_in_stages() -> None:
+    """With embeddings that are the head, dropout and layouts of its own on the other axes."""
+    config = gpt.Config(vocab=32, context=8, dim=16, heads=2, layers=4, hidden=32, dropout=0.1)
+    on_mesh, key = models.laid_out(config, parallel("fsdp+tp")), vfn.random.key(3)
+    params, batch = gpt.init(key, config, torch.float64), models.random_batch(key, config, 8, 8)
+    wanted = vfn.optim.microbatches(vfn.value_and_grad(lambda p, b, k: gpt.loss(p, b, config, k)), 2)(
+        params, batch, key
+    )
+    with vfn.simulate(8):
+        mesh = vfn.make_mesh((2, 2, 2), ("dp", "pp", "tp"))
+        base = on_mesh.layout.specs(params, gpt.NAMES, mesh["dp", "tp"]).params
+        piped = vfn.pipeline(lambda p, b, k: gpt.loss(p, b, on_mesh, k), "pp", microbatches=2, schedule="zbv")
+        batch = vfn.shard(batch, mesh, P("dp"))
+        placed = vfn.shard(params, mesh, piped.specs(params, batch, key, base=base))
+        found = vfn.unshard(vfn.value_and_grad(piped)(placed, batch, key))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)

@@ -93,7 +93,7 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
     places = at.ordered(places, 0)  # mesh
     x = dropout(next(keys), x + places, config.dropout)
     for p in blocks:
-        x = run(p, x, config, next(keys), next(keys))
+        x = vfn.cut(run(p, x, config, next(keys), next(keys)))
     x = norm(x, params["norm"])
     x = at(x, "batch", "norm_length", without="vocab")  # mesh
     return x @ params.get("head", params["embed"]).T

@@ -96,7 +96,7 @@ def logits(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random
     x = vfn.nn.embedding(tokens, params["embed"])
     x = at(x, "batch", "norm_length")  # mesh
     for p in blocks:
-        x = run(p, x, angles, config, next(keys), next(keys))
+        x = vfn.cut(run(p, x, angles, config, next(keys), next(keys)))
     x = rms_norm(x, params["norm"])
     x = at(x, "batch", "norm_length", without="vocab")  # mesh
     return x @ params["head"].T

@@ -111,6 +111,7 @@ def apply(params: Params, tokens: torch.Tensor, config: Config, key: vfn.random.
     x = at(x, "batch", "norm_length")  # mesh
     for p in blocks:
         x, more = run(p, x, angles, config, next(keys), next(keys))
+        x = vfn.cut(x)
         uneven = uneven + more / config.layers
     x = rms_norm(x, params["norm"])
     x = at(x, "batch", "norm_length", without="vocab")  # mesh
