@@ -29,6 +29,7 @@ from ._core.sharding.spec import P, with_place
 from ._core.transforms.grad import keep_mark, value_and_grad
 from .optim.microbatches import check_results, means, microbatches, parts, reduced_later
 from .optim.optimizer import check_steps
+from .plan.pipeline_plan import PipelinePlan, planned
 from .plan.signature import JitCall
 from .plan.staged import Staged
 from .plan.tracing.recorder import Unrecordable
@@ -273,33 +274,53 @@ class Pipelined:
         ...     vfn.pipeline(loss, "pp", microbatches=2).specs(params, x)
         {'first': P(at={'pp': 0}), 'second': P(at={'pp': 1})}
         """
+        leaves, structure = opened(params, "pipeline.specs", "params", modules=True)
+        specs = _now(params) if base is None else tree.broadcast(base, params, "pipeline.specs", "base", "params")
+        along, staged, order = self._looked_at(params, batch, kwargs, specs)
+        everywhere = set(range(along.size))
+        for i, uses in zip(order, staged.uses(), strict=True):
+            if isinstance(leaves[i], torch.Tensor) and uses != everywhere:
+                specs[i] = with_place(specs[i], ((self._axis, tuple(sorted(uses)) or (0,)),))
+        return tree.unflatten(structure, specs)
+
+    def plan(self, params: Any, *batch: Any, **kwargs: Any) -> PipelinePlan:
+        """The plan of a step with gradients, to look at: the stages, what each sends, and when its tasks are predicted to run.
+        Nothing is computed. On a real mesh every rank has to come here, as to a call.
+
+        Raises:
+            TransformError: as `specs`.
+
+        >>> import torch, vescale_fn as vfn
+        >>> def loss(params, x):
+        ...     return (vfn.cut(x @ params["first"]) @ params["second"]).square().mean()
+        >>> params, x = {"first": torch.eye(2), "second": torch.eye(2)}, torch.ones(4, 2)
+        >>> with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("pp",))):
+        ...     plan = vfn.pipeline(loss, "pp", microbatches=2).plan(params, x)
+        >>> plan.schedule, plan.stages[0].calls["F"], plan.stages[0].sends
+        (Schedule(2 stages on 2 ranks, 2 microbatches), 1, {('F', 1): 16})
+        """
+        return planned(self._looked_at(params, batch, kwargs, _now(params))[1])
+
+    def _looked_at(
+        self, params: Any, batch: Any, kwargs: Any, specs: Sequence[P]
+    ) -> tuple[AlongAxis, Staged, list[int]]:
+        """The plan for parameters that lie so on the other axes, of which only the shapes count, with the gradients of all; and
+        in which order it has their leaves."""
         self._check_around()
         mesh = self._mesh([params, batch, kwargs]) or context.current_mesh()
         if mesh is None or self._axis not in axes_of(mesh):
             what = f"there is no mesh with the axis {self._axis!r}"
-            raise TransformError(report("pipeline.specs", what, fix="vfn.set_mesh(mesh), or arguments on the mesh"))
-        leaves, structure = opened(params, "pipeline.specs", "params", modules=True)
-        specs = (
-            [_now(x) for x in leaves]
-            if base is None
-            else tree.broadcast(base, params, "pipeline.specs", "base", "params")
-        )
+            raise TransformError(report("pipeline", what, fix="vfn.set_mesh(mesh), or arguments on the mesh"))
+        leaves, structure = opened(params, "pipeline", "params", modules=True)
         along = _along(mesh, self._axis, _world())
         shapes = [_shape(x, spec, along.rest) for x, spec in zip(leaves, specs, strict=True)]
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         followed = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
         rest = [i for i in range(len(leaves)) if i not in followed]
-        f = self._with_gradients(structure, followed)
         given = [shapes[i] for i in followed], [shapes[i] for i in rest]
+        f, how, homes = self._with_gradients(structure, followed), (structure, *followed), (None,) * len(leaves)
         with self._on_rest(along):
-            staged, _ = self._staged(f, (structure, *followed), given, batch, kwargs, along, (None,) * len(leaves))
-        uses = dict(zip([*followed, *rest], staged.uses(), strict=True))
-        everywhere = set(range(along.size))
-        for i in tensors:
-            if uses[i] != everywhere:
-                at = tuple(sorted(uses[i])) or (0,)
-                specs[i] = with_place(specs[i], ((self._axis, at),))
-        return tree.unflatten(structure, specs)
+            return along, self._staged(f, how, given, batch, kwargs, along, homes)[0], followed + rest
 
     def _mesh(self, trees: Iterable[Any]) -> Any:
         """The mesh with the axis among those of the arguments; None where there is none."""
@@ -371,9 +392,9 @@ def _as_primal(x: Any, primal: Any, along: AlongAxis) -> Any:
     return along.whole(x) if along.coordinates(primal) is None else along.placed(x, primal)
 
 
-def _now(x: Any) -> P:
-    """How a leaf lies on other axes than the pipeline's, where nothing else is said."""
-    return spec_of(x) if isinstance(x, torch.Tensor) else P()
+def _now(params: Any) -> list[P]:
+    """How each leaf lies on other axes than the pipeline's."""
+    return [spec_of(x) if isinstance(x, torch.Tensor) else P() for x in tree.leaves(params)]
 
 
 def _shape(x: Any, spec: P, mesh: Any) -> Any:

@@ -92,6 +92,7 @@ class Staged:
         self.versions = [(x, torch_internals.version(x)) for x in recorded.read]
         self.out_def, self.results = recorded.out_def, recorded.results
         self._check_results(call.f)
+        self.graph = graph
         self._check_meshes(graph)
         step = self._step(graph, gradients)
         self.stages = chosen(step, recorded.cuts, cuts, len(schedule.placement))
