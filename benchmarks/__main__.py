@@ -13,6 +13,7 @@ NAMES = (
     "replayed_step",
     "many_ranks",
     "loops",
+    "torch_scan",
     "branches",
     "optimiser_step",
     "simulated_step",

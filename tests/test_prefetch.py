@@ -14,6 +14,7 @@ from vescale_fn._core.distributed import collectives
 from vescale_fn.plan.ir.nested import bodies_of, nested
 from vescale_fn.plan.ir.rotated_loop import Rotated
 from vescale_fn.plan.passes.buckets import buckets
+from vescale_fn.plan.passes.hoist import hoist
 from vescale_fn.plan.passes.overlap import overlap
 from vescale_fn.plan.passes.prefetch import prefetch
 
@@ -146,8 +147,8 @@ PROGRAMS = {
     given_weights: ([AHEAD], None),
     summed_up: ([BOTH], None),
     last_sum: ([BOTH], None),
-    microbatches: ([BOTH], None),
-    counted: ([AHEAD], None),
+    microbatches: ([AHEAD], None),  # a batch of its own: all of it, as the weights are gathered before
+    counted: ([None], None),
     the_carry_gathered: ([None], None),
     a_sum_that_is_read: ([None], None),
     nothing_to_compute: ([None], None),
@@ -189,6 +190,21 @@ def test_the_same_bits_by_the_same_collectives(f):
             for function, wanted in zip((f, squares(f))[: 1 + (n == 2)], PROGRAMS[f]):
                 if wanted is not None:
                     assert parts(plan_of(as_without(function, *args)).graph) == wanted
+
+
+def test_what_iterations_would_gather_alike_is_gathered_once():
+    without = [one for one in vfn.plan.PASSES if one is not hoist]
+    too_large = [functools.partial(hoist, most=1) if one is hoist else one for one in vfn.plan.PASSES]
+    ways = ({}, {"passes": without}, {"passes": too_large}, {"memory": "100 %"})
+    for n, f, counts in ((3, counted, (1, 4, 4, 4)), (4, squares(microbatches), (2, 8, 8, 8))):  # four do not divide
+        with vfn.simulate(n):
+            args, found = arguments(vfn.make_mesh((n,), ("dp",))), []
+            for how in ways:
+                jitted = vfn.jit(f, **how)
+                found.append(vfn.tree.leaves(vfn.unshard(jitted(*args))))
+                gathers = [record for record in jitted.lower(*args).comms() if record.op == "all_gather"]
+                assert len(gathers) == counts[len(found) - 1]
+                assert all(map(torch.equal, found[-1], found[0]))
 
 
 def test_layouts_and_lengths():

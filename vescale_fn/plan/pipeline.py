@@ -13,6 +13,7 @@ from .passes.donate import donate
 from .passes.equal_parts import equal_parts
 from .passes.foreach import foreach
 from .passes.functionalize_writes import writes
+from .passes.hoist import hoist
 from .passes.kept_calls import kept
 from .passes.mapped_in_parts import in_parts
 from .passes.memory_order import order
@@ -47,6 +48,7 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     views,
     common,
     dead,
+    hoist,
     shapes,
     axes,
     buckets,

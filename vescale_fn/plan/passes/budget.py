@@ -16,6 +16,7 @@ from ..ir.memory_limit import MemoryLimit
 from ..ir.memory_use import MemoryUse, bytes_text, memory, place
 from ..ir.nested import everywhere, taken_back
 from .boundary import KeptAcross, gathered
+from .hoist import hoist
 from .keep_or_repeat import COPIES, are_few, exact, searched
 from .loop_residuals import fewer
 from .memory_order import updated
@@ -222,7 +223,9 @@ def _top(graph: fx.Graph) -> int:
 
 
 def within(passes: Sequence[plan.Pass], limit: MemoryLimit) -> tuple[plan.Pass, ...]:
-    """The passes of a plan with a limit: `Budget` in the place of `recompute`, or before what writes into memory."""
+    """The passes of a plan with a limit: `Budget` in the place of `recompute`, or before what writes into memory; and no
+    `hoist`, which takes memory that iterations let go."""
+    passes = [one for one in passes if one is not hoist]
     names = [getattr(one, "__name__", "") for one in passes]
     if recompute in passes:
         at, skip = passes.index(recompute), 1
