@@ -159,11 +159,11 @@ def test_a_run_that_is_told_to_end_saves_its_step(tmp_path):
         if i == 5:
             if dist.get_rank() == 1:
                 os.kill(os.getppid(), signal.SIGTERM)
-            is_told()
+            is_told()  # and the spare
 
     def run():
         saving = lambda: follow(tmp_path, tell, manager=vfn.checkpoint.Manager(tmp_path / "saved"))
-        vfn.launch(saving, 2, device="cpu", restarts=1)
+        vfn.launch(saving, 3, device="cpu", restarts=1)
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()

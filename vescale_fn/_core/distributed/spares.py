@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ import torch.distributed as dist
 
 from .. import torch_internals
 from . import environment, ranks
-from .worker import LONGEST, time_of
+from .worker import FOLDER, LONGEST, time_of
 
 DONE = "vescale_fn/done"
 
@@ -30,7 +33,11 @@ class Spare:
         self._store = store
 
     def wait(self) -> None:
-        """Wait. Where processes are lost, whoever started this one ends it, and starts it again, perhaps as no spare."""
+        """Wait. Where processes are lost, whoever started this one ends it, and starts it again, perhaps as no spare. `launch`
+        that is told to end tells all: those that play the ranks are to finish their step before it hears of one that has ended.
+        """
+        if os.environ.get(FOLDER) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._store.wait([DONE], time_of(LONGEST))
 
 
