@@ -1,5 +1,6 @@
 """Values at one coordinate of an axis, ``P(..., at={"pp": 2})``: ops, moves, gradients, training, checkpoints; what is elsewhere."""
 
+import pytest
 import torch
 
 import vescale_fn as vfn
@@ -67,8 +68,21 @@ def program(mesh: vfn.Array | None) -> dict:
     c[0] = 5.0
     c.view(9)[4:].mul_(2)
     c += shard(b, P("tp"))
-    sums = torch.stack([c.sum(), c.max(), torch.linalg.vector_norm(c)])
-    found = {"value": value, "grads": grads, "c": c, "sums": sums, "rows": c[c[:, 0] > 0], "number": float(c.sum())}
+    d = shard(a, P("tp", at={"pp": 1}))
+    d[1:4] = 7.0  # of a split dim: elements of several ranks
+    d.view(-1)[2:9].mul_(2)
+    fresh = c.new_zeros(3, 3)  # takes the layout of what is first written
+    fresh.add_(c)
+    sums = torch.stack([fresh.sum(), c.sum(), c.max(), torch.linalg.vector_norm(c)])
+    found = {
+        "value": value,
+        "grads": grads,
+        "c": c,
+        "d": d.sort(0)[0],
+        "sums": sums,
+        "rows": c[c[:, 0] > 0],
+        "number": float(c.sum()),
+    }
     return vfn.unshard(found)
 
 
@@ -178,6 +192,8 @@ def on_a_rank(folder: str) -> tuple:
     trained(mesh, True)
     stored(folder)
     loops = vfn.jit(lambda w: vfn.cond(w.sum() > 0, lambda: torch.ones(2), lambda: torch.zeros(2)))(x)
+    with vfn.strict(), pytest.raises(vfn.errors.ReshardError, match="strict: this op needs a move"):  # on all ranks
+        x.flip(0)
     shown = repr(x).splitlines()[1][:9]
     return mesh.get_coordinate()[0], nothing, len(log), shown, program(mesh), moved(mesh, few), loops.tolist()
 

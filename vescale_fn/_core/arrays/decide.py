@@ -129,8 +129,9 @@ def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[s
         decision = Copied(func, mesh)
     else:
         decision = _on_tensors(call, lies)
-        if is_elsewhere(mesh):
-            decision = NotHere(func, mesh, decision, _results(decision, call), call.many)
+        if is_elsewhere(mesh) and isinstance(decision, Gathered) and not (call.is_view or blocks.written(func)):
+            outs = tuple(_dspec(mesh, WHOLE, o) if isinstance(o, torch.Tensor) else o for o in call.outs or ())
+            decision = NotHere(func, mesh, decision, outs, call.many)
     return MayDraw(func, mesh, decision) if is_seeded(func) else decision
 
 
@@ -159,15 +160,6 @@ def _on_tensors(call: _OpCall, lies: tuple[str, ...]) -> Decision:
     return _on_blocks(call, rule, solution, covered, bool(pinned), offsets)
 
 
-def _results(decision: Any, call: _OpCall) -> tuple[Any, ...]:
-    """The DTensorSpec of each result; None where it is no tensor."""
-    if isinstance(decision, Local):
-        return (decision.out,)
-    if isinstance(decision, Gathered):
-        return tuple(_dspec(call.mesh, WHOLE, out) for out in call.outs)
-    return decision.outs
-
-
 def _on_blocks(
     call: _OpCall, rule: Rule, solution: Solution, covered: Any, writes: bool, offsets: tuple[int, ...]
 ) -> Decision:
@@ -192,6 +184,7 @@ def _on_blocks(
         "covered": covered,
         "new": is_new(func, solution.outs),
         "partial": any(spec.unreduced for spec in solution.outs),
+        "numbers": tuple(o if isinstance(o, int) else None for o in call.outs),
     }
     return _least(call, how, writes, offsets)
 
@@ -200,7 +193,7 @@ def _least(call: _OpCall, how: dict[str, Any], writes: bool, offsets: tuple[int,
     """The decision that does the least for what `how` says: one call of the op itself, where that is all."""
     func, mesh, sizes = call.func, call.mesh, how["sizes"]
     more = call.takes_lists or any(how[name] for name in ("moves", "many", "finish", "fold", "partial"))
-    one_call = how["op"] is func and not (more or communicator_of(mesh).holds_blocks)
+    one_call = how["op"] is func and not (more or communicator_of(mesh).holds_blocks or is_elsewhere(mesh))
     if not call.takes_lists:  # the blocks of lists are written by an op's name
         how["op"] = torch_internals.direct(how["op"])
     if one_call and how["new"]:

@@ -26,6 +26,7 @@ from .decision import Decision
 from .deferred_views import deferred, elements_move, state_offsets
 from .lazy_layout import note_stated, note_view
 from .on_blocks import run_on_blocks
+from .places import not_here
 from .refusals import OVERLAP
 from .rules.traits import STAYS_PLAIN
 from .strict import refuse_moves
@@ -67,6 +68,8 @@ class Gathered(Decision):
         _refuse_overlap(func, targets)
         if context.is_strict():
             refuse_moves(func, args, kwargs, self.moves_of(args, kwargs))
+        if targets and not_here(self.mesh, tensors):
+            return _only_noted(func, args, kwargs, targets)
         whole: dict[int, Any] = {}  # an array that is two arguments is one value: what is written is read
         moved = False
         for x in tensors:
@@ -106,6 +109,14 @@ class Gathered(Decision):
         if id(o) in targets:
             return targets[id(o)]
         return torch_internals.new_dtensor(cls, communicator_of(self.mesh).held(o), self.spec_of_result(0, o))
+
+
+def _only_noted(func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Iterable[Any]) -> Any:
+    """What an op gives that writes these arrays, on other ranks than this one."""
+    for x in targets:
+        in_place.note_written(func, x)
+    given, count = blocks.written_arguments(func, args, kwargs), len(torch_internals.schema(func).returns)
+    return None if not count else given[0] if count == 1 else tuple(given)
 
 
 def _refuse_overlap(func: Any, targets: Iterable[Any]) -> None:

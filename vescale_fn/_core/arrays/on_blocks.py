@@ -15,6 +15,7 @@ from ..base.array_notes import note_root, noted
 from ..base.op_arguments import bind, tensors_in, with_tensors
 from ..distributed import blocks, collectives
 from ..distributed.mesh import communicator_of
+from ..distributed.places import is_elsewhere
 from ..sharding.spec import P, split_axes
 from . import in_place, reshard, reshard_buckets, reshard_plan
 from .aliasing import after_write, check_reads, check_writable, note_copy, note_views, remember_sums, remember_table
@@ -22,6 +23,7 @@ from .array_values import brought
 from .decision import Decision
 from .deferred_views import deferred, elements_move, state_offsets
 from .lazy_layout import note_new, note_stated, note_view
+from .places import not_here, stand_ins
 from .rules.traits import READS_TABLE, SAME_VALUE, UNSHARED_VIEW
 from .strict import refuse_moves
 
@@ -76,6 +78,7 @@ class OnBlocks(Decision):
     copies: bool = False  # the results are copies where the op gives views
     partial: bool = False  # some result is a partial sum: it will remember what it adds up to
     new: bool = False  # the results are new arrays whose layout nobody has stated
+    numbers: tuple[Any, ...] = ()  # the results that are ints
 
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         results, copied = self.computed(args, kwargs)
@@ -101,8 +104,6 @@ class OnBlocks(Decision):
         """The local arguments, where the op needs them, and (position, value on each rank) of one that differs by rank."""
         tensors = tensors_in(args, kwargs)
         local: list[Any] = [torch_internals.local(x) if isinstance(x, DTensor) else x for x in tensors]
-        if self.moves and context.is_strict():
-            refuse_moves(self.func, args, kwargs, self.moves_of(args, kwargs))
         for i, steps, why in self.moves:
             x = tensors[i]
             if isinstance(x, DTensor):
@@ -120,6 +121,12 @@ class OnBlocks(Decision):
             return local_args, local_kwargs, self.sizes
         return [*local_args, None], local_kwargs, (len(local_args), self.covered)
 
+    def not_here(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether nothing is to be computed, as the arguments are at another place. Refused is the same on all ranks."""
+        if self.moves and context.is_strict():
+            refuse_moves(self.func, args, kwargs, self.moves_of(args, kwargs))
+        return is_elsewhere(self.mesh) and not_here(self.mesh, tensors_in(args, kwargs))
+
     def moves_of(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> list[tuple[int, tuple[reshard_plan.MoveStep, ...], P]]:
@@ -127,6 +134,9 @@ class OnBlocks(Decision):
 
     def computed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
         """The local results, and whether they are copies of what is a view on one device."""
+        if self.not_here(args, kwargs):
+            outs = [number if spec is None else spec for spec, number in zip(self.outs, self.numbers, strict=True)]
+            return stand_ins(self.mesh, outs, tensors_in(args, kwargs), kwargs), bool(self.moves or self.copies)
         local_args, local_kwargs, vary = self.arguments(args, kwargs)
         op, copied = self.op, [True] * bool(self.moves or self.copies)
         if self.reshapes:
@@ -210,11 +220,12 @@ class WriteOnBlocks(OnBlocks):
 
     def run_now(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Carry it out, after all that may be refused."""
-        local_args, local_kwargs, vary = self.arguments(args, kwargs)
         places = [i for i, _ in blocks.written(self.func)]
-        lists = [local_args[i] for i in places]
-        target = list(zip(*lists)) if isinstance(lists[0], (list, tuple)) else lists[0]
-        run_on_blocks(self.op, local_args, local_kwargs, self.mesh, target, vary)
+        if not self.not_here(args, kwargs):
+            local_args, local_kwargs, vary = self.arguments(args, kwargs)
+            lists = [local_args[i] for i in places]
+            target = list(zip(*lists)) if isinstance(lists[0], (list, tuple)) else lists[0]
+            run_on_blocks(self.op, local_args, local_kwargs, self.mesh, target, vary)
         for x in tensors_in([args[i] for i in places]):
             in_place.note_written(self.func, x)
         return args[0] if torch_internals.schema(self.func).returns else None

@@ -22,13 +22,24 @@ from ..base.op_arguments import tensors_in, with_tensors
 from ..distributed import blocks, collectives
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, same
-from ..distributed.places import MeshPlace, at_of, at_place, cut_to, nothing, place_of, spread_from, whole_mesh
+from ..distributed.places import (
+    MeshPlace,
+    at_of,
+    at_place,
+    cut_to,
+    is_elsewhere,
+    nothing,
+    place_of,
+    spread_from,
+    whole_mesh,
+)
 from ..sharding.index_map import axes_of, local_shape
 from ..sharding.layout import WHOLE, layout, spec_for, text
 from ..sharding.spec import At, P, axes_named, place_entry, place_text
 from . import reshard
 from .array_values import brought
 from .decision import Decision
+from .strict import refuse_moves
 
 # --- ops --------------------------------------------------------------------------------------------------------------
 
@@ -65,37 +76,45 @@ class Copied(Decision):
 
 @dataclass(frozen=True, eq=False)
 class NotHere(Decision):
-    """The op on a rank that holds none of its arguments: stand-ins of its results. Recorded, it is as where they are."""
+    """The op as a whole, on a rank that holds none of its arguments. Recorded, it is as where they are."""
 
     then: Decision
-    outs: tuple[Any, ...]  # of each result its DTensorSpec, or None for no tensor
+    outs: tuple[Any, ...]  # of each result its DTensorSpec, or what it is where it is no tensor
     many: Any  # tuple or list, where there are several
 
     def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(args, kwargs)
-        shapes = any(isinstance(x, DTensor) and type(torch_internals.held_local(x)) is NoValues for x in tensors)
-        if shapes or torch_internals.is_recorded():
+        if not not_here(self.mesh, tensors):
             return self.then.run(cls, args, kwargs)
-        if written := blocks.written_arguments(self.func, args, kwargs):
-            returns = len(torch_internals.schema(self.func).returns)
-            return None if not returns else written[0] if returns == 1 else tuple(written)
-        # torch asks for shapes on its meta device: what it brings from there, or wants there
-        devices = (
-            [kwargs["device"]]
-            if kwargs.get("device") is not None
-            else [x.device for x in tensors if x.device.type == "meta"]
-        )
-        device = torch.device(devices[0] if devices else self.mesh.device_type)
-        out = [None if spec is None else self._stand_in(cls, spec, device) for spec in self.outs]
+        if context.is_strict():  # on all ranks alike
+            refuse_moves(self.func, args, kwargs, self.then.moves_of(args, kwargs))
+        found = stand_ins(self.mesh, self.outs, tensors, kwargs)
+        out = [
+            torch_internals.new_dtensor(cls, x, spec) if isinstance(x, torch.Tensor) else x
+            for x, spec in zip(found, self.outs, strict=True)
+        ]
         return self.many(out) if self.many else out[0]
 
-    def _stand_in(self, cls: Any, spec: Any, device: torch.device) -> Any:
-        meta, communicator = spec.tensor_meta, communicator_of(self.mesh)
-        shape = local_shape(
-            tuple(meta.shape), axes_of(self.mesh), layout(spec), coordinates(self.mesh, communicator.ranks[0])
-        )
-        local = nothing(shape, meta.dtype, device)
-        return torch_internals.new_dtensor(cls, local, spec)
+
+def not_here(mesh: Any, tensors: Sequence[Any]) -> bool:
+    """Whether an op is other ranks': nothing is computed, unless it is recorded, or only asked for shapes."""
+    if not is_elsewhere(mesh) or torch_internals.is_recorded():
+        return False
+    return not any(isinstance(x, DTensor) and type(torch_internals.held_local(x)) is NoValues for x in tensors)
+
+
+def stand_ins(mesh: Any, outs: Sequence[Any], tensors: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What a rank elsewhere holds of results that have these DTensorSpecs; what is no tensor as it is."""
+    there = next((x.device for x in tensors if x.device.type == "meta"), mesh.device_type)
+    wanted = kwargs.get("device")
+    device = torch.device(there if wanted is None else wanted)  # torch asks for shapes on its meta device
+    place, found = coordinates(mesh, communicator_of(mesh).ranks[0]), list[Any]()
+    for spec in outs:
+        meta = getattr(spec, "tensor_meta", None)
+        if meta is not None:
+            spec = nothing(local_shape(tuple(meta.shape), axes_of(mesh), layout(spec), place), meta.dtype, device)
+        found.append(spec)
+    return found
 
 
 def check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any) -> None:
