@@ -196,6 +196,21 @@ def test_a_tied_parameter_is_added_up_once_a_step() -> None:
     assert [[part.stage for part in parts] for parts in stages.parts] == [[0], [1], [2], [3], [0, 3]]
 
 
+def test_hooks_cut_a_module_of_torch() -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    for layer in module:
+        layer.register_forward_hook(lambda layer, args, out: vfn.cut(out))
+    f, params = vfn.module_function(module)
+    loss = lambda params, x: f(params, x).square().mean()
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("pp",))
+        piped = vfn.pipeline(loss, "pp", microbatches=PARTS, schedule="zbv")
+        with vfn.use_mesh(mesh):
+            placed = vfn.shard(params, mesh, piped.specs(params, X))
+        found = vfn.unshard(vfn.value_and_grad(piped)(placed, X))
+    assert all(same(found, vfn.optim.microbatches(vfn.value_and_grad(loss), PARTS)(params, X)))
+
+
 def test_arrays_on_the_whole_mesh_come_as_arguments() -> None:
     """Each rank along the axis would compute with its own part of them."""
     with vfn.simulate(2):
