@@ -83,7 +83,8 @@ class _Cut:
         return self
 
     def _marked(self, x: torch.Tensor) -> torch.Tensor:
-        mark = lambda block: self.recorder.mark(block, self.number, self.back)
+        # what stands behind a mark is a value like any other, not a view that conjugates or negates as it is read
+        mark = lambda block: self.recorder.mark(block.resolve_conj().resolve_neg(), self.number, self.back)
         if not isinstance(x, DTensor):
             return blocks.of_each(mark, x)
         return made(blocks.of_each(mark, torch_internals.local(x)), torch_internals.spec(x), spec_of(x))
