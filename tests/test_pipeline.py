@@ -99,9 +99,10 @@ def regularised(params, x, y):
 
 
 def views(params, x, y):
-    """What crosses lies oddly in memory."""
+    """What crosses lies oddly in memory, or is conjugated as it is read."""
     for w in params:
-        x = vfn.cut(torch.tanh(x @ w).T[None].expand(2, WIDTH, len(x)))[1].T
+        x, turned = vfn.cut((torch.tanh(x @ w).T[None].expand(2, WIDTH, len(x)), torch.complex(x, x).conj()))
+        x = x[1].T + turned.imag
     return (x - y).square().mean()
 
 
@@ -234,6 +235,21 @@ def test_gradients_go_through_the_loss_alone() -> None:
         assert all(same(vfn.unshard(twice[1][1:]), [2 * g for g in vfn.unshard(once[1][1:])]))
         with pytest.raises(vfn.errors.TransformError, match="gradients go through the loss of a pipelined function"):
             vfn.grad(lambda params: piped(params, X, Y)[1]["terms"])(params)
+
+
+def test_what_a_function_keeps_of_its_first_run_makes_no_new_plan() -> None:
+    kept = {}
+
+    def f(params, x, y):
+        table = kept.setdefault("table", x.new_ones(WIDTH))
+        kept["runs"] = kept.get("runs", 0) + 1
+        return chain(params, x * table, y)
+
+    with vfn.simulate(2):
+        params = vfn.shard(matrices(2), vfn.make_mesh((2,), ("pp",)), P())
+        step = vfn.value_and_grad(vfn.pipeline(f, "pp", microbatches=PARTS))
+        assert all(same(vfn.unshard(step(params, X, Y)), vfn.unshard(step(params, X, Y))))
+    assert kept["runs"] == 1
 
 
 def test_under_jit_a_pipeline_runs_as_written() -> None:

@@ -75,8 +75,8 @@ class Staged:
     ) -> None:
         self.along, self.schedule, self.name = along, schedule, name
         self.varying, self._parameters = frozenset(varying), len(homes)
-        self.captured = Captured(call.f, filter(leaves_.is_object, call.leaves))
         recorded = self._agreed(call)
+        self.captured = Captured(call.f, filter(leaves_.is_object, call.leaves))  # with what it keeps of its first run
         graph = filled(writes(recorded.graph))
         self._taking = [(i, take) for i, leaf in enumerate(call.leaves) if (take := _taking(leaf)) is not None]
         inputs = [x for x in graph.nodes if x.op == "placeholder"]
