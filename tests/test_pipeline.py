@@ -273,6 +273,24 @@ def layered(params, x, y):
 
 
 LAYERS = list(zip(matrices(4), numbers(*[(WIDTH,)] * 4)))
+
+
+def test_the_value_alone_is_of_stages_whose_ranks_have_the_parameters() -> None:
+    """Without gradients, or for other rows, other stages would be as long as each other."""
+
+    def f(params, x, y):
+        x = first = x @ params[0][0]
+        for w, b in params:
+            x = vfn.cut(torch.tanh(x @ w + b))
+        return ((x + first) @ params[0][0].mT - y).square().mean()
+
+    with vfn.simulate(4):
+        params = vfn.shard(LAYERS, vfn.make_mesh((4,), ("pp",)), P())
+        piped = vfn.pipeline(f, "pp", microbatches=PARTS)
+        value = piped(vfn.with_sharding(params, piped.specs(params, X, Y)), X, Y)
+    assert all(same(vfn.unshard(value), vfn.optim.microbatches(f, PARTS)(LAYERS, X, Y)))
+
+
 LAYOUTS = {  # mesh, axes, specs of parameters and of the batch
     "fsdp": ((2, 2), ("pp", "dp"), (P("dp"), P()), P("dp")),
     "tp": ((2, 2), ("tp", "pp"), (P(None, "tp"), P("tp")), P()),

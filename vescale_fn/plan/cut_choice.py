@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
+
+from torch import fx
 
 from .._core.base.errors import TransformError
 from .._core.base.messages import count_text, report, short
@@ -13,18 +15,23 @@ from .stages import B, CutStep, F, Stages, W, cut_into
 Used = Callable[[int], bool]
 
 
-def chosen(step: CutStep, places: Sequence[Any], cuts: Any, count: int) -> Stages:
+def chosen(
+    step: CutStep, places: Sequence[Any], cuts: Any, placement: Sequence[int], homes: Mapping[fx.Node, Sequence[int]]
+) -> Stages:
     """The tasks of a step in so many stages.
 
     Args:
         step: to be cut.
         places: the calls of `vfn.cut` in it.
         cuts: "balanced", or the numbers or the names of the cuts to use.
-        count: how many stages there are to be.
+        placement: for each stage that there is to be the place of its rank.
+        homes: of inputs that some ranks alone have, their places. Balanced stages use what their ranks have, if that can be:
+            also for other arguments than those for which the parameters were laid out so, and without gradients.
 
     Raises:
         TransformError: the program has too few cuts, or these do not make so many stages.
     """
+    count = len(placement)
     if cuts == "balanced":
         every = cut_into(step, lambda number: True)
         if every.count < count:
@@ -32,7 +39,9 @@ def chosen(step: CutStep, places: Sequence[Any], cuts: Any, count: int) -> Stage
             fix = "x = vfn.cut(layer(x)) behind each layer; or fewer stages"
             raise TransformError(report("pipeline", f"{needed}, and the function has {every.count - 1}", fix=fix))
         behind = every.behind
-        firsts = balanced(_times(step, every), count)
+        times = _times(step, every)
+        firsts = balanced(times, count, _fitting(every, placement, homes)) or balanced(times, count)
+        assert firsts is not None
         return cut_into(step, lambda number: behind.get(number) in firsts)
     numbers = _numbers(places, cuts)
     found = cut_into(step, numbers.__contains__)
@@ -58,20 +67,38 @@ def _times(step: CutStep, stages: Stages) -> list[float]:
     return [sum(seconds(node, of) for kind in (F, B, W) for node in stages.tasks[kind, s]) for s in range(stages.count)]
 
 
-def balanced(times: Sequence[float], count: int) -> frozenset[int]:
-    """Where to begin each of so many runs of neighbours, but the first, for the longest run to be as short as it can be."""
+def _fitting(stages: Stages, placement: Sequence[int], homes: Mapping[fx.Node, Sequence[int]]) -> list[set[int]]:
+    """For each stage of a program that is cut everywhere those of the placement that have what it uses."""
+    found = [set(range(len(placement))) for _ in range(stages.count)]
+    for (_, s), nodes in stages.tasks.items():
+        for home in (homes[x] for node in nodes for x in node.all_input_nodes if x in homes):
+            found[s] &= {i for i, place in enumerate(placement) if place in home}
+    return found
+
+
+def balanced(times: Sequence[float], count: int, fits: Sequence[Container[int]] | None = None) -> frozenset[int] | None:
+    """Where to begin each of so many runs of neighbours, but the first, for the longest run to be as short as it can be.
+
+    Args:
+        fits: for each neighbour the runs, by their numbers, that it may be of; by default all. None if there are no such runs.
+    """
     total = [0.0]
     for time in times:
         total.append(total[-1] + time)
-    best = {0: (0.0, ())}  # of the first so many: the longest run, and where the runs begin
-    for _ in range(count):
-        best = {
-            end: min(
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        0: (0.0, ())
+    }  # of the first so many: the longest run, and the begins
+    for run in range(count):
+        first, longer = 0, {}
+        for end in range(1, len(times) + 1):
+            if fits is not None and run not in fits[end - 1]:
+                first = end
+            found = [
                 (max(longest, total[end] - total[begin]), (*begins, begin))
                 for begin, (longest, begins) in best.items()
-                if begin < end
-            )
-            for end in range(1, len(times) + 1)
-            if any(begin < end for begin in best)
-        }
-    return frozenset(best[len(times)][1][1:])
+                if first <= begin < end
+            ]
+            if found:
+                longer[end] = min(found)
+        best = longer
+    return frozenset(best[len(times)][1][1:]) if len(times) in best else None

@@ -95,9 +95,10 @@ class Staged:
         self.graph = graph
         self._check_meshes(graph)
         step = self._step(graph, gradients)
-        self.stages = chosen(step, recorded.cuts, cuts, len(schedule.placement))
-        self._check_same(graph)
         self.homes, self._first = homes, len(self.results) - gradients
+        held = {x: home for i, xs in self.places if i < len(homes) and (home := homes[i]) is not None for x in xs}
+        self.stages = chosen(step, recorded.cuts, cuts, schedule.placement, held)
+        self._check_same(graph)
         self._check_homes(names)
         self._make_tasks(gradients > 0)
         recorded.end()
