@@ -77,7 +77,7 @@ def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
             found[node] = frozenset().union(*(found[x] for x in node.all_input_nodes))
             continue
         if node.target is operator.getitem and (own := Memory(*node.args)) in found[own.maker]:  # type: ignore[arg-type]
-            found[node] = own.with_others
+            found[node] = frozenset((own,))
             continue
         sources = plan.viewed(node) if node.op == "call_function" else []
         if not sources:
@@ -109,7 +109,7 @@ def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = No
             last[memory] = node
         for x in touched(node):
             for memory in lie[x]:
-                last[memory] = node
+                last.update(dict.fromkeys(memory.with_others, node))
     return last
 
 
