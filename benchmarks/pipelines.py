@@ -57,23 +57,27 @@ def seconds_of(schedule: Schedule) -> float:
 # --- ranks whose tasks sleep ------------------------------------------------------------------------------------------
 
 
-def slept(schedule: Schedule) -> Callable[[], None]:
-    """One step of this rank: for each task it receives, sleeps and sends; from each stage one receive is posted ahead."""
-    me, lasts = dist.get_rank(), seconds_of(schedule)
+def slept(schedule: Schedule, lasts: float, width: int = WIDTH) -> Callable[[], None]:
+    """One step of this rank: for each task it receives, sleeps and sends; from each stage one receive is posted ahead.
+
+    What is sent is the number of the transfer, in so many entries; another one that arrives is an error.
+    """
+    me = dist.get_rank()
     incoming = {t.used: (t.source, tag) for tag, t in enumerate(schedule.transfers) if t.target == me}
     ways: dict[tuple[int, bool], list[Action]] = {}  # what uses the values of each, in order
     for action in (a for task in schedule.order[me] for a in actions_of(task) if a in incoming):
         ways.setdefault((action.stage, action.kind == "F"), []).append(action)
     following = {a: b for way in ways.values() for a, b in zip(way, way[1:])}
     outgoing = {t.made: (t.target, tag) for tag, t in enumerate(schedule.transfers) if t.source == me}
-    value = torch.zeros(WIDTH)
 
     def step() -> None:
-        sends, receives = [], {}
+        sends: list[Any] = []
+        receives: dict[Action, tuple[torch.Tensor, Any]] = {}
 
         def post(action: Action) -> None:
             source, tag = incoming[action]
-            receives[action] = dist.irecv(torch.empty(WIDTH), source, tag=tag)
+            value = torch.empty(width)
+            receives[action] = value, dist.irecv(value, source, tag=tag)
 
         for first, *_ in ways.values():
             post(first)
@@ -81,14 +85,17 @@ def slept(schedule: Schedule) -> Callable[[], None]:
             actions = actions_of(task)
             for action in actions:
                 if action in incoming:
-                    receives.pop(action).wait()
+                    value, receive = receives.pop(action)
+                    receive.wait()
+                    if value[0] != incoming[action][1]:
+                        raise RuntimeError(f"{action} has got the value {value[0]}, not {incoming[action][1]}")
                     if action in following:
                         post(following[action])
             time.sleep(lasts * sum(len(action.kind) for action in actions))
             for action in actions:
                 if action in outgoing:
                     target, tag = outgoing[action]
-                    sends.append(dist.isend(value, target, tag=tag))
+                    sends.append(dist.isend(torch.full((width,), float(tag)), target, tag=tag))
         for send in sends:
             send.wait()
 
@@ -144,7 +151,7 @@ def measured(p: int, m: int) -> dict[tuple[str, str], tuple[float, float]]:
     vfn.make_mesh((p,), ("pp",), device="cpu")
     steps = {}
     for name, schedule in named(p, m).items():
-        steps["ours", name] = slept(schedule)
+        steps["ours", name] = slept(schedule, seconds_of(schedule))
         if name in THEIRS:
             steps["torch's", name] = torchs(name, schedule)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}

@@ -74,7 +74,7 @@ def runs(schedule: Schedule, blocking: bool) -> bool:
         for i in range(schedule.microbatches)
     ]
     finished = all(k == len(row) for k, row in zip(at, rows))
-    return finished and all(count in ((1, 1, 1, 0), (1, 0, 0, 1)) for count in each)
+    return finished and each != [] and all(count in ((1, 1, 1, 0), (1, 0, 0, 1)) for count in each)
 
 
 def verdicts(seed: int) -> list[tuple[bool, bool]]:

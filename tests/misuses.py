@@ -2394,6 +2394,15 @@ def a_schedule_that_is_not_complete(mesh):
 
 
 @misuse
+def a_schedule_without_tasks(mesh):
+    """ScheduleError
+    Schedule.check: the schedule is not complete
+      * there is no task
+    """
+    vfn.schedules.Schedule((0, 1), ((), ())).check()
+
+
+@misuse
 def a_schedule_with_stages_elsewhere(mesh):
     """ScheduleError
     Schedule.check: the schedule is not complete

@@ -2,15 +2,17 @@
 
 import itertools
 import math
+import random
 import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import vescale_fn as vfn
-from benchmarks import schedule_oracles
+from benchmarks import pipelines, schedule_oracles
 from vescale_fn.schedules import Costs, drawing
 from vescale_fn.schedules.actions import actions_of
 
@@ -52,6 +54,26 @@ def test_the_branch_and_bound_finds_the_least_of_all_schedules() -> None:
 def test_auto_is_never_slower_than_a_named_schedule_within_its_memory() -> None:
     """1,000 vectors of costs in `benchmarks.pipelines`."""
     assert [fault for seed in range(10) for fault in schedule_oracles.slower_than_named(seed, 3)] == []
+
+
+def accepted_ones_run(seeds: range) -> int:
+    """How many of the random schedules that `check` accepts this process has taken its part in."""
+    vfn.make_mesh((4,), ("pp",), device="cpu")
+    count = 0
+    for seed in seeds:
+        schedule = schedule_oracles.random_schedule(random.Random(seed))
+        if schedule_oracles.runs(schedule, blocking=False) and dist.get_rank() < schedule.ranks:
+            pipelines.slept(schedule, 0.0, width=1)()
+            count += 1
+    return count
+
+
+def test_schedules_that_are_accepted_run_on_processes(gloo) -> None:
+    """None hangs, and every value goes to the task that needs it."""
+    counts = gloo(4, accepted_ones_run, range(340))
+    assert counts[0] >= 200
+    assert counts == sorted(counts, reverse=True)
+    assert counts[3] >= 30
 
 
 # --- what others read -------------------------------------------------------------------------------------------------

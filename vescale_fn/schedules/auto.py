@@ -44,7 +44,7 @@ def auto(costs: Costs, p: int, m: int, memory: int | Sequence[int] | None = None
     if rest:
         what = f"the costs are of {stages} stages, but {p} ranks have an equal number each"
         raise ScheduleError(report("schedules.auto", what, fix=f"costs of {v * p} or {v * p + p} stages" if v else ""))
-    limits = (v * m,) * p if memory is None else (memory,) * p if isinstance(memory, int) else tuple(memory)
+    limits = (v * m,) * p if memory is None else tuple(memory) if isinstance(memory, Sequence) else (memory,) * p
     if len(limits) != p or min(limits) < v:
         what = f"a microbatch needs {count_text(v, 'chunk')} on each of {p} ranks, but memory is {memory}"
         raise ScheduleError(report("schedules.auto", what, fix=f"at least {v} for each rank"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from .._core.base.errors import ScheduleError
 from .._core.base.messages import report
@@ -40,7 +41,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("F", "B", "W", "p2p"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)):
+            if not isinstance(value, Real):
                 object.__setattr__(self, name, tuple(value))
 
     def of(self, stages: int) -> StageCosts:

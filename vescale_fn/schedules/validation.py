@@ -19,6 +19,8 @@ def check(placement: tuple[int, ...], order: tuple[tuple[Task, ...], ...], micro
         vescale_fn.errors.ScheduleError: as `Schedule.check` says.
     """
     failures = list(_misplaced(placement, order)) or list(_incomplete(placement, order, microbatches))
+    if microbatches == 0:
+        failures = ["there is no task"]
     if failures:
         more = len(failures) - _SHOWN
         shown = failures[:_SHOWN] + [f"and {more} more"] * (more > 0)
