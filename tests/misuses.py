@@ -2582,6 +2582,14 @@ def a_pipeline_by_an_unknown_schedule(mesh):
 
 
 @misuse
+def a_pipeline_whose_cuts_are_a_number(mesh):
+    """TransformError
+    pipeline: cuts must be "balanced", or a list of numbers or names of cuts, but it is 3
+    """
+    vfn.pipeline(layers, "dp", microbatches=2, cuts=3)
+
+
+@misuse
 def a_pipeline_along_an_axis_that_splits_a_parameter(mesh):
     """SpecError
     pipeline: arguments are whole along the axis 'dp' of the mesh (dp=2, tp=2), or at coordinates of it

@@ -1,5 +1,7 @@
 """`vfn.cut` and `vfn.pipeline`: for every schedule the bits of microbatches on one device."""
 
+import copy
+
 import pytest
 import torch
 
@@ -247,9 +249,10 @@ def test_what_a_function_keeps_of_its_first_run_makes_no_new_plan() -> None:
 
     with vfn.simulate(2):
         params = vfn.shard(matrices(2), vfn.make_mesh((2,), ("pp",)), P())
-        step = vfn.value_and_grad(vfn.pipeline(f, "pp", microbatches=PARTS))
+        step = vfn.value_and_grad(piped := vfn.pipeline(f, "pp", microbatches=PARTS, cuts=iter([0])))
         assert all(same(vfn.unshard(step(params, X, Y)), vfn.unshard(step(params, X, Y))))
     assert kept["runs"] == 1
+    assert repr(copy.deepcopy(piped)) == repr(piped)
 
 
 def test_under_jit_a_pipeline_runs_as_written() -> None:

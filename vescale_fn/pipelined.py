@@ -111,10 +111,11 @@ def pipeline(
     if not isinstance(axis_name, str):
         raise TransformError(report("pipeline", f"axis_name must be the name of an axis, but it is {short(axis_name)}"))
     schedule = _found(schedule, chunks)
-    if cuts != "balanced" and (isinstance(cuts, str) or not all(type(x) in (int, str) for x in cuts)):
+    given = None if isinstance(cuts, str) or not isinstance(cuts, Iterable) else list(cuts)
+    if cuts != "balanced" and (given is None or not all(type(x) in (int, str) for x in given)):
         what = f'cuts must be "balanced", or a list of numbers or names of cuts, but it is {short(cuts)}'
         raise TransformError(report("pipeline", what))
-    return Pipelined(f, axis_name, microbatches, schedule, cuts, has_aux)
+    return Pipelined(f, axis_name, microbatches, schedule, cuts if given is None else given, has_aux)
 
 
 def _found(schedule: Any, chunks: int | None) -> Any:
@@ -143,6 +144,10 @@ class Pipelined:
         self._has_aux = has_aux
         self._plans: OrderedDict[Any, Staged] = OrderedDict()
         self._schedules: dict[int, schedules.Schedule] = {}  # by the number of ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes plans of its own."""
+        return {**self.__dict__, "_plans": OrderedDict()}
 
     def __repr__(self) -> str:
         f = getattr(self._f, "__qualname__", None) or short(self._f)

@@ -46,7 +46,7 @@ def chosen(
     numbers = _numbers(places, cuts)
     found = cut_into(step, numbers.__contains__)
     if found.count != count:
-        what = f"the cuts {short(cuts)} make {found.count} stages, and the schedule has {count}"
+        what = f"the cuts {short(cuts)} make {count_text(found.count, 'stage')}, and the schedule has {count}"
         raise TransformError(report("pipeline", what, fix=f"{count_text(count - 1, 'cut')}, one behind the other"))
     return found
 
