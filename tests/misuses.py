@@ -2590,6 +2590,16 @@ def a_pipeline_whose_cuts_are_a_number(mesh):
 
 
 @misuse
+def a_pipeline_planned_on_an_abstract_mesh(mesh):
+    """TransformError
+    pipeline: stages do not run on an abstract mesh
+      Instead: vfn.optim.microbatches(f, m), which any transform takes
+    """
+    with vfn.use_mesh(vfn.abstract_mesh((2,), ("dp",))):
+        two().specs([torch.eye(3)] * 3, X)
+
+
+@misuse
 def a_pipeline_along_an_axis_that_splits_a_parameter(mesh):
     """SpecError
     pipeline: arguments are whole along the axis 'dp' of the mesh (dp=2, tp=2), or at coordinates of it

@@ -316,6 +316,7 @@ class Pipelined:
         if mesh is None or self._axis not in axes_of(mesh):
             what = f"there is no mesh with the axis {self._axis!r}"
             raise TransformError(report("pipeline", what, fix="vfn.set_mesh(mesh), or arguments on the mesh"))
+        _checked(mesh)
         leaves, structure = opened(params, "pipeline", "params", modules=True)
         along = _along(mesh, self._axis, _world())
         shapes = [_shape(x, spec, along.rest) for x, spec in zip(leaves, specs, strict=True)]
@@ -331,14 +332,7 @@ class Pipelined:
         """The mesh with the axis among those of the arguments; None where there is none."""
         arrays = [x for x in tree.leaves(list(trees)) if isinstance(x, torch.Tensor) and is_array(x)]
         found = [mesh for x in arrays if self._axis in axes_of(mesh := whole_mesh(mesh_of(x)))]
-        if not found:
-            return None
-        mesh = found[0]
-        communicator = communicator_of(mesh)
-        if isinstance(mesh, AbstractMesh) or communicator.by_tree or communicator.holds_blocks != communicator.all_here:
-            kind = "an abstract mesh" if isinstance(mesh, AbstractMesh) else "a mesh under vfn.deterministic"
-            raise TransformError(report("pipeline", f"stages do not run on {kind}", fix=_INSTEAD))
-        return mesh
+        return _checked(found[0]) if found else None
 
     def _schedule_of(self, ranks: int) -> schedules.Schedule:
         """The schedule for so many ranks."""
@@ -360,6 +354,15 @@ class Pipelined:
             raise TransformError(report("pipeline", "the schedule does not fit", wrong))
         self._schedules[ranks] = made
         return made
+
+
+def _checked(mesh: Any) -> Any:
+    """A mesh on which stages can run."""
+    communicator = communicator_of(mesh)
+    if isinstance(mesh, AbstractMesh) or communicator.by_tree or communicator.holds_blocks != communicator.all_here:
+        kind = "an abstract mesh" if isinstance(mesh, AbstractMesh) else "a mesh under vfn.deterministic"
+        raise TransformError(report("pipeline", f"stages do not run on {kind}", fix=_INSTEAD))
+    return mesh
 
 
 def _paths(how: Any, params: Any) -> list[str]:
