@@ -19,6 +19,7 @@ from vescale_fn.plan.ir.periods import Span, spans
 from vescale_fn.plan.ir.shared_bodies import inlined
 from vescale_fn.plan.passes.equal_parts import equal_parts
 from vescale_fn.plan.passes.kept_calls import kept
+from vescale_fn.plan.tracing import repeated
 
 F, DIM, KEY = torch.float64, 4, vfn.random.key(3)
 X = torch.linspace(-1, 1, 3 * DIM, dtype=F).view(3, DIM)
@@ -31,6 +32,12 @@ FOUND.__name__, KEEPS.__name__ = "equal_parts", "kept"
 WITH = tuple({equal_parts: FOUND, kept: KEEPS}.get(one, one) for one in PASSES)
 OTHERWISE = tuple({FOUND: lambda graph: graph}.get(one, one) for one in WITH)
 WITHOUT = tuple(one for one in PASSES if one is not equal_parts)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_found_before(monkeypatch):
+    """While it is recorded."""
+    monkeypatch.setattr(repeated, "MANY", 1000)
 
 
 def params(layers, dim=DIM):

@@ -639,6 +639,18 @@ CASES = {
     ),
     "unrecorded": lambda: inside(door.TorchDispatchMode(), lambda: inside(door.unrecorded(), door.dispatch_modes)) == 0,
     "unseen": lambda: door.unseen() == [],
+    "TorchFunctionMode": lambda: isinstance(
+        inside(torch.device("meta"), door.top_function_mode), door.TorchFunctionMode
+    ),
+    "top_function_mode": lambda: inside(torch.device("meta"), door.top_function_mode).device.type == "meta",
+    "function_modes": lambda: door.function_modes() == 0 and inside(torch.device("meta"), door.function_modes) == 1,
+    "became": lambda: (x := torch.zeros(2)) is not None and door.became(x, torch.ones(2)) and x.sum().item() == 2,
+    "seen_whole": lambda: door.seen_whole(len)([1]) == 1,
+    "settle": lambda: door.settle() is None,
+    "settle_before_autograd": lambda: (
+        door.settle_before_autograd() is None and Doubled.apply(torch.ones(1)).item() == 2
+    ),
+    "autocasting_so": lambda: (now := (("cpu", torch.bfloat16),)) == inside(door.autocasting_so(now), door.autocasting),
     "version": lambda: door.version(torch.zeros(2).add_(1)) == 1,
     "warn_of_untested": warned,
     "watched": lambda: not door.watched() and inside(torch.device("meta"), door.watched),

@@ -33,7 +33,7 @@ from .lowered import Lowered
 from .passes import dce
 from .passes.buckets import buckets
 from .passes.budget import Budget
-from .passes.equal_parts import equal_parts
+from .passes.equal_parts import equal_parts, without_found
 from .passes.kept_calls import kept
 from .pipeline import OF_ONE_RANK, OF_RANKS
 from .tracing import leaves as leaves_
@@ -301,7 +301,7 @@ class Plan:
 
 def _without_calls(improve: Pass) -> Pass:
     """The pass, or what stands in its place where no calls of parts are to stay."""
-    return inlined if improve is kept else copied if improve is equal_parts else improve
+    return inlined if improve is kept else without_found if improve is equal_parts else improve
 
 
 def _placed_meshes(leaves: Sequence[Any], recorded: Recorded) -> list[Any]:

@@ -72,9 +72,11 @@ class JitCall:
         key: equal for calls that one plan serves, or several with guards.
         guards: of the plan that was recorded for this call.
         watched: the processes that are to run it as in debug mode, as they run it as written.
+        found: whether nobody has written it: it is an iteration of a loop.
     """
 
     key: PlanKey
+    found = False
     guards: Sequence[Guard] = ()
     watched: tuple[int, ...] = ()
     _names: list[str] | None = None

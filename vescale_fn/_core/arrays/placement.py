@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
 from ..base import context, tree
@@ -254,6 +255,7 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
 
 @torch_internals.not_compiled
 @public("with_sharding")
+@torch_internals.seen_whole
 def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     """State how the tensors of a tree lie, moving them if they lie otherwise.
 
@@ -300,7 +302,8 @@ def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
         for x, m, s in zip(leaves, meshes, specs, strict=True):
             if m is not None and torch_internals.is_batched(x):
                 entries_asked("with_sharding", axes_named(s), m)
-    if replica_check.looked_for():
+    plain = (isinstance(x, torch.Tensor) and not isinstance(torch_internals.peel(x), DTensor) for x in leaves)
+    if replica_check.looked_for() and any(plain):  # names hold what the user's variables hold
         for one in dict.fromkeys(meshes):
             named = zip(_names(tree_), leaves, meshes, strict=True)
             replica_check.same_plain("with_sharding", one, ((name, x) for name, x, m in named if m is one))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from . import put_off
 from .messages import meant, report
 from .other_attributes import OTHER_ATTRIBUTES
 from .other_names import OTHER_NAMES
@@ -59,8 +60,11 @@ def public(name: str) -> Callable[[Callable[Q, R]], Callable[Q, R]]:
     """For a public function: a call that does not fit its parameters says what to write."""
 
     def decorate(f: Callable[Q, R]) -> Callable[Q, R]:
+        settle = _nothing if hasattr(f, "is_seen_whole") else put_off.settle
+
         @functools.wraps(f)
         def call(*args: Q.args, **kwargs: Q.kwargs) -> R:
+            settle()
             try:
                 return f(*args, **kwargs)
             except TypeError as error:
@@ -72,6 +76,10 @@ def public(name: str) -> Callable[[Callable[Q, R]], Callable[Q, R]]:
         return call
 
     return decorate
+
+
+def _nothing() -> None:
+    """There is nothing to settle."""
 
 
 def _in_words(name: str, f: Callable[..., Any], problem: str, kwargs: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from . import tracebacks
+from . import put_off, tracebacks
 from .errors import TransformError, VfnError
 from .messages import described, report, short
 from .torch_errors import explained
@@ -80,8 +80,11 @@ def _signature(f: Callable[..., Any]) -> str:
 
 def called(f: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], where: str) -> Any:
     """``f(*args, **kwargs)``; an error of ours where it takes other arguments, or where torch's would speak of torch."""
+    put_off.settle()
     try:
-        return f(*args, **kwargs)
+        out = f(*args, **kwargs)
+        put_off.settle(for_good=True)
+        return out
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             tracebacks.hide_inner_from_pytest(error)

@@ -100,7 +100,8 @@ def numbers_alike(name: str, func: Any, mesh: Any, args: Sequence[Any], kwargs: 
         if (text := _number_text(a, recorder))
     ]
     if found:
-        line, ranks = quoted(user_line()), communicator_of(mesh).processes()
+        line = quoted((recorder is not None and recorder.said) or user_line())
+        ranks = communicator_of(mesh).processes()
         for key, shown in found:
             ledger.note(f"{key!r} of {name}", shown, ranks, line)
 

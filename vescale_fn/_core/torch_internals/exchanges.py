@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .modes import function_mode_on, recorder
 
@@ -20,6 +22,25 @@ _asked: list[Callable[[str, torch.Tensor, Any], None]] = []
 def ask_before_exchange(ask: Callable[[str, torch.Tensor, Any], None]) -> None:
     """From now on ``x.data = value`` asks ``ask("data", x, value)`` first, and ``x.set_(value)`` ``ask("set_", x, value)``."""
     _asked.append(ask)
+
+
+def became(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Let `x` be what `other` is, for all who hold it; `other` is then another name of its memory, without a history. False
+    where more than Python holds `x`, as autograd does what an op was given."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        if _use_count(x) != 1:
+            return False
+        for name in copyreg._slotnames(type(x)):  # type: ignore[attr-defined]
+            if hasattr(other, name):
+                setattr(x, name, getattr(other, name))
+        x.__dict__.update(other.__dict__)
+        try:
+            torch._C._swap_tensor_impl(x, other)  # type: ignore[attr-defined]
+        except RuntimeError:  # a weak reference in C++
+            return False
+        if type(x) is FakeTensor:
+            set_data(other, x)
+        return True
 
 
 class _Data(property):

@@ -21,7 +21,7 @@ from torch._functorch import pyfunctorch as _pyfunctorch
 from torch.utils import checkpoint as _checkpoint
 
 from .functorch import _functorch_active
-from .modes import compiled_runs_unseen, is_compiling, is_traced, never_recorded
+from .modes import compiled_runs_unseen, is_compiling, is_traced, never_recorded, settle
 
 _functions: Any = torch.autograd.function
 _Level: Any = getattr(_functions, "_SingleLevelFunction", None) or torch.autograd.Function.__mro__[1]
@@ -57,8 +57,32 @@ def intercept_function_apply(handler: Any, concerned: Any = None) -> None:
         _functions.FunctionMeta.setup_context = asked
 
 
+def settle_before_autograd() -> None:
+    """From here on have what a recording has put off done before an `autograd.Function` is applied, `torch.func` takes a
+    gradient, or a checkpoint begins, of which no mode learns."""
+    for name, intercept in _BEFORE_AUTOGRAD.items():
+        if _at_work.get(name, (None,))[0] is None:
+            intercept(_nobody_asks, bool)
+
+
+def _nobody_asks(*given: Any) -> Any:
+    raise AssertionError("a handler that concerns nobody is asked")
+
+
+def _settled(concerned: Any) -> Any:
+    """The same question, before which what a recording has put off is done."""
+
+    def asked() -> Any:
+        settle()
+        return concerned()
+
+    return asked
+
+
 @functools.lru_cache(maxsize=1)
 def _appliers(handler: Any, concerned: Any) -> tuple[Any, Any]:
+    concerned = _settled(concerned)
+
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super(_Level, cls).apply
         if is_compiling() or not concerned() or not issubclass(cls, torch.autograd.Function):
@@ -191,6 +215,8 @@ def _detour(handler: Any, concerned: Any) -> tuple[Any, Any, Any]:
     the question opens nothing.
     """
 
+    concerned = _settled(concerned)
+
     def for_the_stand_in() -> None: ...
 
     def asked(cls: Any) -> Any:
@@ -256,6 +282,8 @@ def intercept_reverse_mode(handler: Any, concerned: Any = None) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _reverse_through(handler: Any, concerned: Any) -> dict[str, Any]:
+    concerned = _settled(concerned)
+
     def given(values: Any) -> Any:
         if is_compiling() or not concerned():
             return values
@@ -320,6 +348,8 @@ def intercept_checkpoint(handler: Any, concerned: Any = None) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _checkpointer(handler: Any, concerned: Any) -> Any:
+    concerned = _settled(concerned)
+
     def again(fn: Any, context_fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if is_compiling() or not concerned() or is_traced() or getattr(context_fn, "enters_body", False):
             return fn, context_fn
@@ -340,6 +370,13 @@ def _checkpointer(handler: Any, concerned: Any) -> Any:
         return _plain_checkpoint(fn, preserve, context_fn, *rest, **kwargs)
 
     return generator if _checkpoint_name == _CHECKPOINTS[0] else generator_of_positions
+
+
+_BEFORE_AUTOGRAD = {
+    "apply": intercept_function_apply,
+    "gradient": intercept_reverse_mode,
+    "checkpoint": intercept_checkpoint,
+}
 
 
 def is_about_hooks(error: RuntimeError) -> bool:

@@ -19,6 +19,8 @@ from torch.utils._device import DeviceContext
 from .functorch import _functorch_active, _functorch_depth
 from .operators import not_compiled
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 class AsWritten:
     """Of a dispatch mode: its ``__torch_dispatch__`` is called as it is. Torch would put a call of the compiler around it,
@@ -38,9 +40,27 @@ class TorchDispatchMode(AsWritten, _python_dispatch.TorchDispatchMode):
     """Torch's, as it is written."""
 
 
+TorchFunctionMode = torch.overrides.TorchFunctionMode
 no_torch_function = torch._C.DisableTorchFunction
 # a block whose ops come to no mode and no subclass, which costs a tenth of what `unrecorded` does
 undispatched = torch._C._DisableTorchDispatch
+
+
+def seen_whole(f: F) -> F:
+    """A function of ours that a mode which records a plan sees as one call, like a function of torch's."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _function_modes():
+            return f(*args, **kwargs)
+        mode = torch.overrides._get_current_function_mode()
+        if not getattr(mode, "records_plan", False) or not torch._C._is_torch_function_enabled():
+            return f(*args, **kwargs)
+        with torch.overrides._pop_mode_temporarily():
+            return mode.__torch_function__(f, (), args, kwargs)  # type: ignore[union-attr]
+
+    run.is_seen_whole = True  # type: ignore[attr-defined]
+    return cast("F", run)
 
 
 def dispatch_seen() -> Any:
@@ -83,6 +103,8 @@ def compiled_runs_unseen() -> bool:
 
 
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active
+function_modes = torch._C._len_torch_function_stack  # how many modes see the functions of torch that are called
+top_function_mode = torch.overrides._get_current_function_mode  # the one that sees them first
 
 
 def _tracer() -> Any:
@@ -154,6 +176,13 @@ def set_ambient(saved: tuple[Any, ...]) -> None:
             torch._C._set_only_lift_cpu_tensors(lift)
 
 
+def settle(for_good: bool = False) -> None:
+    """Where a plan is recorded, what has been put off is done: before a function of ours that nobody sees as one call.
+    `for_good`: no more is put off, as the function that was looked at has come to its end."""
+    if dispatch_modes() and function_modes() and (at_work := recorder()) is not None and at_work.watching is not None:
+        at_work.watching.asked(for_good)
+
+
 def is_recorded() -> bool:
     """Whether a plan is being recorded."""
     return dispatch_modes() > 0 and recorder() is not None
@@ -210,7 +239,7 @@ is_compiling = _is_compiling
 def watched_by_other_modes() -> bool:
     """Whether a mode sees the functions of torch that are called here; not `torch.set_default_device`'s, which is a setting,
     nor one of a recording's own (``of_recording``)."""
-    if torch._C._len_torch_function_stack() == 0:
+    if function_modes() == 0:
         return False
     modes = torch.overrides._get_current_function_mode_stack()
     return any(type(mode) is not DeviceContext and not getattr(mode, "of_recording", False) for mode in modes)
@@ -240,9 +269,6 @@ def tracing() -> bool:
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     """Inside, no dispatch mode sees what is done."""
     return _python_dispatch._disable_current_modes() if dispatch_modes() else contextlib.nullcontext()
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def never_recorded(fn: F) -> F:

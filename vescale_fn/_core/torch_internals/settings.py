@@ -18,6 +18,17 @@ def autocasting() -> tuple[Any, ...]:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
+@contextlib.contextmanager
+def autocasting_so(settings: tuple[Any, ...]) -> Iterator[None]:
+    """Within the block, this autocast is on, as `autocasting` tells it."""
+    wanted = dict(settings)
+    with contextlib.ExitStack() as stack:
+        if settings != autocasting():
+            for kind, dtype in (*autocasting(), *settings):
+                stack.enter_context(torch.autocast(kind, wanted.get(kind, dtype), enabled=kind in wanted))
+        yield
+
+
 def _getters(*names: str) -> list[Callable[[], Any]]:
     """Torch's functions that tell these settings: one that is missing would let a plan be used under another setting."""
     return [getattr(torch._C, f"_get_{name}") for name in names]

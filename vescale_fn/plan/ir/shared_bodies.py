@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,15 @@ from .ranks_as_one import ROW
 
 @dataclass(frozen=True, eq=False)
 class Shared(Nested):
-    """A call of a body. The body writes into nothing that it is given, and a write into a result is seen in no other."""
+    """A call of a body. The body writes into nothing that it is given, and a write into a result is seen in no other.
+
+    Args:
+        found: nobody has marked it: it is an iteration of a loop.
+    """
 
     name: str = "shared"
     apart: bool = True
+    found: bool = False
 
 
 def inlined(graph: fx.Graph, but: Collection[Any] = ()) -> fx.Graph:
@@ -128,4 +133,5 @@ def _pruned(call: Nested, gives: list[int]) -> tuple[Nested, list[int], list[int
     if len(gives) == len(outs) and len(used) == len(places):
         return call, gives, used
     nodes = [x for x in calls(body) if x in live]
-    return Shared(bodies=(extracted(nodes, [places[i] for i in used], [outs[i] for i in gives]),)), gives, used
+    less = extracted(nodes, [places[i] for i in used], [outs[i] for i in gives])
+    return replace(call, bodies=(less,)), gives, used

@@ -3,6 +3,8 @@
 A recording is a row of calls, in which a part that is repeated shows as a period. Nothing is moved: a part stands where it
 stood, as one node. Only views are made again by those who need them, so that what a call gives is memory of its own. A part is
 left as it is where a write into memory would cross its border, and all are where passes have to see their collectives together.
+
+What the recorder has found to be equal (`tracing.repeated`) are calls already, and stay calls by the same rules.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ from torch import fx
 from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir.collective_nodes import only_moves
-from ..ir.graph import calls, memories, value, written
-from ..ir.nested import ends, extracted
+from ..ir.graph import calls, copied, memories, value, written
+from ..ir.nested import ends, extracted, nested
 from ..ir.parts import CallRow, Part
 from ..ir.periods import spans
 from ..ir.ranks_as_one import ROW
-from ..ir.shared_bodies import Shared
-from .kept_calls import MANY
+from ..ir.shared_bodies import Shared, inlined
+from .kept_calls import MANY, may_stay
 
 SMALLEST = 10  # calls in a part: fewer are not worth a call
+FEW = 5  # parts that the recorder has found already, which are worth it sooner
 Group = Sequence[Part]  # equal ones
 
 
@@ -36,12 +39,29 @@ def equal_parts(graph: fx.Graph, many: int = MANY, smallest: int = SMALLEST) -> 
     Args:
         smallest: how many calls a part has at least.
     """
+    if any(isinstance(node.target, Shared) and node.target.found for node in nested(graph)):
+        graph = without_found(graph, FEW)
     if len(graph.nodes) < many * smallest or any(ROW in node.meta for node in graph.nodes):
         return graph
     row = CallRow(graph)
     parts = [part for span in spans(row.labels, many, smallest) for part in row.cut(span, many)]
     groups = _staying(graph, row, parts, many)
     return graph if not groups or any(_meet(row, group) for group in groups) else _with_calls(graph, row, groups)
+
+
+def without_found(graph: fx.Graph, few: float = float("inf")) -> fx.Graph:
+    """The graph without calls that the recorder has found: those of which there are less than `few`, and all where passes have
+    to see what is in them."""
+    same: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in nested(graph):
+        same[node.target].append(node)
+    found = {target: some for target, some in same.items() if isinstance(target, Shared) and target.found}
+    if not found:
+        return copied(graph)
+    stay = {target: target.bodies[0] for target, some in found.items() if len(some) >= few}
+    if not all(may_stay(body) and not _calls_meet(body, found[target]) for target, body in stay.items()):
+        stay = {}
+    return inlined(graph, {target for target in same if target not in found or target in stay})
 
 
 def _staying(graph: fx.Graph, row: CallRow, parts: list[Part], many: int) -> Sequence[Group]:
@@ -96,16 +116,40 @@ def _repeated(row: CallRow) -> list[tuple[list[fx.Node], list[fx.Node]]]:
 def _meet(row: CallRow, group: Group) -> bool:
     """Whether a pass could put collectives of one part together with those of another, and so has to see all of these at once:
     where what is given is sent, what is sent is given, or a collective does not wait for all of the part before."""
-    one = group[0]
-    sends = {x for x in one.nodes if isinstance(x.target, Collective)}
+    one, starts = group[0], {part.start for part in group}
+    followers = [part for part in group if part.start - len(one.nodes) in starts]
+    carries = {tuple(_carried(row, part)) for part in followers}
+    given = {x: row.root(x) for x in one.given}
+    return _meets(one.nodes, given, [{one.roots[j]: one.nodes[i] for j, i in carried} for carried in carries])
+
+
+def _calls_meet(body: fx.Graph, same: Sequence[fx.Node]) -> bool:
+    """The same of equal calls of a body."""
+    places, outs = ends(body)
+    carries = set[tuple[tuple[int, int], ...]]()
+    for before, call in itertools.pairwise(same):
+        made = {part: part.args[1] for part in before.users}
+        carries.add(tuple((j, made[x]) for j, x in enumerate(call.args) if x in made))  # type: ignore[misc]
+    carried = [{places[j]: outs[i] for j, i in carry} for carry in carries]
+    return _meets(list(calls(body)), {x: x for x in places}, carried)
+
+
+def _meets(
+    nodes: Sequence[fx.Node], given: Mapping[fx.Node, fx.Node], carries: Iterable[Mapping[Any, fx.Node]]
+) -> bool:
+    """The same of the calls of a part.
+
+    Args:
+        given: what the part is given, and of what that is a view.
+        carries: of this, what the part before makes.
+    """
+    sends = {x for x in nodes if isinstance(x.target, Collective)}
     if not sends:
         return False
-    if not sends.isdisjoint(_moved(one, one.given)):
+    if not sends.isdisjoint(_moved(nodes, given)):
         return True
-    moved, behind, starts = _moved(one, sends), _behind(row, one, sends), {part.start for part in group}
-    followers = [part for part in group if part.start - len(one.nodes) in starts]
-    for carried in {tuple(_carried(row, part)) for part in followers}:
-        carry = {one.roots[j]: one.nodes[i] for j, i in carried}
+    moved, behind = _moved(nodes, sends), _behind(nodes, given, sends)
+    for carry in carries:
         waits = {x: behind[y] for x, y in carry.items()}
         late = (frozenset().union(*(waits.get(x, ()) for x in behind[send] - {send})) for send in sends)
         if not moved.isdisjoint(carry.values()) or not all(map(sends.issubset, late)):
@@ -113,20 +157,22 @@ def _meet(row: CallRow, group: Group) -> bool:
     return False
 
 
-def _moved(part: Part, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """The sources, and what a part makes of these alone by moving elements; and its collectives of that."""
+def _moved(nodes: Sequence[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """The sources, and what calls make of these alone by moving elements; and the collectives of that."""
     found = set(sources)
-    for x in part.nodes:
+    for x in nodes:
         if x.all_input_nodes and found.issuperset(x.all_input_nodes):
             if only_moves(x) or isinstance(x.target, Collective):
                 found.add(x)
     return found
 
 
-def _behind(row: CallRow, part: Part, sends: set[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+def _behind(
+    nodes: Sequence[fx.Node], given: Mapping[fx.Node, fx.Node], sends: set[fx.Node]
+) -> dict[fx.Node, frozenset[fx.Node]]:
     """What each value of a part is made of: of what the part is given, and of which collectives, itself if it is one."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {x: frozenset((row.root(x),)) for x in part.given}
-    for x in part.nodes:
+    found: dict[fx.Node, frozenset[fx.Node]] = {x: frozenset((root,)) for x, root in given.items()}
+    for x in nodes:
         found[x] = frozenset(sends & {x}).union(*map(found.__getitem__, x.all_input_nodes))
     return found
 

@@ -25,11 +25,14 @@ MANY = 16
 
 
 def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
-    """The graph without calls that share a body with fewer than `many`, and with less in the others."""
+    """The graph without calls that share a body with fewer than `many`, and with less in the others, among them those that
+    the recorder has found."""
     graph = copied(graph)
     count = Counter(node.target for node in nested(graph) if isinstance(node.target, Shared))
-    bodies: dict[Any, fx.Graph] = {target: inlined(target.bodies[0]) for target, n in count.items() if n >= many}  # type: ignore
-    bodies = {target: body for target, body in bodies.items() if _may_stay(body)}
+    bodies: dict[Any, fx.Graph] = {
+        target: inlined(target.bodies[0]) for target, n in count.items() if n >= many or target.found
+    }  # type: ignore
+    bodies = {target: body for target, body in bodies.items() if may_stay(body)}
     graph = inlined(given_up(graph), bodies)
     hot = changed(graph)
     for target, body in bodies.items():
@@ -38,7 +41,7 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
     return graph
 
 
-def _may_stay(body: fx.Graph) -> bool:
+def may_stay(body: fx.Graph) -> bool:
     """Whether nothing is lost: no loop, whose results are lists, no rows of simulated ranks, and no sum of what is given in
     parts, of which `residual` must see all."""
     if nested(body) or any(ROW in x.meta for x in body.nodes) or any(map(is_listed, collectives(body))):

@@ -28,6 +28,20 @@ class RanksApart(BaseException):
     """Simulated ranks that were recorded as one do not do the same: each has to be recorded by itself."""
 
 
+class RecordAgain(BaseException):
+    """Calls that were put off cannot be made any more: the function has to be recorded again, and none put off."""
+
+
+class _Waits:
+    """Stands for the node of the answer to a call that has been put off: there is none yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RecordAgain
+
+
+WAITS: Any = _Waits()
+
+
 class OfOneRank:
     """Stands for the node of a value that one of these ranks has: there is none."""
 

@@ -39,7 +39,7 @@ from ..ir.ranks_as_one import ROW
 from . import ambient, branches, loops, mapped_rules, while_loops
 from .earlier import kept_from_it
 from .fake_tensors import Valueless
-from .frame import Frame, OfOneRank, RanksApart, Unrecordable, Unrollable
+from .frame import WAITS, Frame, OfOneRank, RanksApart, RecordAgain, Unrecordable, Unrollable
 from .rank_rows import RankRows
 from .traced_float import Number, apart, near
 from .value_guards import READS, Guard, can_guard
@@ -102,6 +102,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         super().__init__()
         self.cuts: list[Any] | None = [] if cuts else None
         self._earlier = earlier
+        self.counted: Any = None  # sees which operators are recorded of the function itself
+        self.watching: Any = None  # sees which functions of torch it calls
+        self.said = ""  # the user's line of what is recorded at another one
         self.rolls, self.shares, self.has_shared = rolls, shares, False
         self.writes: list[int] = []
         self._inputs, self.guards, self._answers = given, [], {}
@@ -180,6 +183,7 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def _nests(self) -> bool:
         """Whether a call with bodies can be recorded."""
+        torch_internals.settle()
         self._leave_rows()
         return self.rolls and not torch_internals.raw_duals()
 
@@ -198,12 +202,17 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._dtype, self._settings = torch.get_default_dtype(), torch_internals.kernel_settings()
+        self.bottom = sys._getframe(1).f_code
         self._around.enter_context(torch_internals.casts_not_kept())
         self._around.enter_context(torch_internals.default_dtype(self._dtype))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        if self.watching is not None:
+            self.watching.leave()
+            if self.watching.waits and error[0] is None:
+                raise RecordAgain
         self.frame.forget()
         changed = torch.get_default_dtype() is not self._dtype
         self._around.close()
@@ -364,6 +373,16 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._note(fake, OfOneRank())  # type: ignore[arg-type]
         return fake
 
+    def waiting(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor without values that lies as this one, of which there is no node yet."""
+        fake: Any = self._fake.like(x)
+        fake._plan_recorder, fake._plan_node = self, WAITS
+        return fake
+
+    def keep(self, x: torch.Tensor) -> None:
+        """A tensor that waited has become one that is known."""
+        self.kept.append(torch_internals.local(x) if isinstance(x, DTensor) else x)
+
     def stand_in(self, x: torch.Tensor, name: str, sliced: bool) -> torch.Tensor:
         """A new input of the body of a loop, without gaps, or (`sliced`) a slice of what it goes over."""
         with torch_internals.unrecorded(), self._fake:
@@ -475,6 +494,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE and type(args[0]) is torch_internals.FakeTensor:  # asked of each block of a new array
             return args[0].fake_device
+        if self.watching is not None:
+            self.watching.passed_by()
         if self.frame.outer is not None:
             self.frame.see(op_arguments.tensors_in(args, kwargs))
         elif Array in types:
@@ -520,9 +541,17 @@ class Recorder(torch_internals.TorchDispatchMode):
         if torch.get_default_dtype() is not self._dtype:
             func, more = ambient.resolved(func, args, kwargs, out)
             node_kwargs |= more
+        self._count(func, line)
         name = about.node if func is about.op else None
         node = self.graph.create_node("call_function", func, tuple(nodes), node_kwargs, name)
         return self._made(node, out, line, again)
+
+    def _count(self, func: Any, line: str) -> None:
+        """Tell what counts them of an operator of the function itself."""
+        if self.counted is None or self.frame.outer is not None or torch_internals.in_backward_pass():
+            return
+        if not (self._has_rows or (self.rows is not None and self.rows.used)):
+            self.counted.see(func, line)
 
     def _literal(self, x: torch.Tensor, line: str, again: Any) -> torch.Tensor:
         """A tensor that was written down: the plan keeps it, and each run gets a copy."""
@@ -755,7 +784,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         """The user's line that led here; and, where it is being computed again for a backward pass, which time this is."""
         frame: FrameType | None = sys._getframe(1)
         if not torch_internals.in_backward_pass():
-            line = source_lines.user_line(frame)
+            line = self.said or source_lines.user_line(frame)
             self._lines[torch_internals.autograd_count() - 1] = line
             return line, None
         line, top, user = "", None, None

@@ -64,6 +64,7 @@ class SharedBody:
         captured: the tensors among that which autograd follows into the results.
         target: of all calls.
         residuals: what the calls give besides, for the derivatives.
+        found: it is an iteration of a loop, which nobody has marked.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class SharedBody:
         casts: Sequence[Any],
     ) -> None:
         self.recorder, self.captures, self.frame = recorder, captures, Frame(recorder.frame)
+        self.found = call.found
         start, self.given_nodes = torch_internals.autograd_count(), list[Nodes]()
         with torch_internals.keeping_tensors(), recorder.within(self.frame):
             one_of = {id(x): x for x in sources}
@@ -164,7 +166,8 @@ class SharedBody:
     def extract(self) -> None:
         """Make the body of the calls of what it gives now."""
         gives = [*self.partition.gives, *self.residuals]
-        self.target = Shared(bodies=(extracted(self.partition.forward, self.partition.given, gives),))
+        body = extracted(self.partition.forward, self.partition.given, gives)
+        self.target = Shared(bodies=(body,), found=self.found)
 
     def keep(self, residuals: Sequence[fx.Node]) -> None:
         """Have all calls give more."""
@@ -225,5 +228,5 @@ class SharedDerivative:
         self.each, self.constants, self.last = split.each, split.constants, split.last
         body.keep([*self.each, *self.last])
         given = [*ct_nodes, *self.each, *self.constants, *self.last]
-        self.target = Shared(bodies=(extracted(split.nodes, given, gives),))
+        self.target = Shared(bodies=(extracted(split.nodes, given, gives),), found=body.found)
         self.vals = list(map(value, gives))

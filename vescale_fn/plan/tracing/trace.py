@@ -29,9 +29,10 @@ from ..ir.ranks_as_one import RanksAsOne
 from ..ir.shared_bodies import inlined
 from . import leaves as leaves_
 from .earlier import Earlier
-from .frame import RanksApart, Unrollable
+from .frame import RanksApart, RecordAgain, Unrollable
 from .leaves import Result
 from .recorder import Recorder, Unrecordable
+from .repeated import counted
 from .tensors_of_floats import FillsByOperators
 from .traced_float import Number, beyond, difference, near, same_values, within
 from .value_guards import Guard, plain
@@ -79,12 +80,17 @@ class Recorded:
 
 
 class How(NamedTuple):
-    """How a function is recorded; the attributes are arguments of `Recorder`."""
+    """How a function is recorded; the attributes are arguments of `Recorder`, but for one.
+
+    Attributes:
+        watches: whether iterations of a loop that are equal are looked for.
+    """
 
     rolls: bool = True
     shares: bool = True
     as_one: bool = True
     cuts: bool = False
+    watches: bool = True
 
 
 def trace(
@@ -101,6 +107,8 @@ def trace(
     while True:
         try:
             return _recorded(f, leaves, names, treedef, out_specs, how, earlier)
+        except RecordAgain:
+            how = how._replace(watches=False)
         except Unrollable as why:
             how = how._replace(rolls=why.shared and how.shares, shares=False)
         except RanksApart:
@@ -166,7 +174,7 @@ def _trace(
     earlier: Earlier,
     disguise: Callable[[float, int], float],
 ) -> Recorded:
-    recorder = Recorder(disguise, plain(leaves), how.rolls, how.shares, how.as_one, earlier, how.cuts)
+    recorder = _recorder(disguise, leaves, how, earlier)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
@@ -215,6 +223,13 @@ def _trace(
         ranks,
         tuple(recorder.cuts or ()),
     )
+
+
+def _recorder(disguise: Any, leaves: Sequence[Any], how: How, earlier: Earlier) -> Recorder:
+    recorder = Recorder(disguise, plain(leaves), how.rolls, how.shares, how.as_one, earlier, how.cuts)
+    if how.watches and not any(map(leaves_.is_number, leaves)):
+        recorder.counted = counted(recorder)
+    return recorder
 
 
 def _check_writes(ranks: RanksAsOne | None) -> None:
