@@ -2633,6 +2633,37 @@ def a_cut_in_what_is_computed_again(mesh):
 
 
 @misuse
+def a_cut_of_a_module_that_is_not_there(mesh):
+    r"""SpecError
+    Sequential.cutting: no module is called 'layers\\.\\d+$'
+      Instead: a regular expression for names as in named_modules(): r'layers\.\d+$'
+    """
+    f, _ = vfn.module_function(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    f.cutting(r"layers\.\d+$")
+
+
+@misuse
+def a_cut_of_modules_by_no_pattern(mesh):
+    r"""SpecError
+    Sequential.cutting: pattern must be a regular expression, but it is the list ['0']
+      Instead: a regular expression for names as in named_modules(): r'layers\.\d+$'
+    """
+    f, _ = vfn.module_function(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    f.cutting(["0"])
+
+
+@misuse
+def a_cut_in_a_module_that_is_computed_again(mesh):
+    """TransformError
+    cut: a pipeline cannot cut what is computed again for the backward pass
+      Instead: vfn.cut(vfn.remat(f)(x)): the cut around the remat
+    """
+    f, params = vfn.module_function(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(3, 3))))
+    f = f.cutting(r"^0\.0$").remat({"0": None})
+    vfn.grad(two(lambda params, x: f(params, x).sum()))(vfn.shard(params, mesh, P()), X)
+
+
+@misuse
 def a_cut_in_a_body(mesh):
     """TransformError
     cut: a pipeline cuts the whole program, not what each rank does in a shard_map body

@@ -438,3 +438,49 @@ def test_an_architecture_without_a_table():
     with pytest.raises(KeyError, match="no table for 'mamba', but for llama, mistral"):
         hugging_face.specs({}, "mamba")
     assert BY_NAME.keys() <= hugging_face.TENSOR_PARALLEL.keys()
+
+
+# --- stages of a pipeline ---------------------------------------------------------------------------------------------
+
+EVEN = TEXT | {"num_hidden_layers": 2, "num_key_value_heads": 4, "tie_word_embeddings": False}
+SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 16, "vocab_size": VOCAB, "n_positions": 16, "bos_token_id": 0}
+OF_T5 = {"num_layers": 2, "num_heads": 4, "d_model": 16, "d_ff": 32, "d_kv": 4, "vocab_size": VOCAB}
+IN_STAGES = {
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(**SMALL, eos_token_id=1), r"\.h\.\d+$"),
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig(**EVEN), r"layers\.\d+$"),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**EVEN, head_dim=4), r"layers\.\d+$"),
+    "t5": (hf.T5ForConditionalGeneration, hf.T5Config(**OF_T5), r"block\.\d+$"),
+}
+
+
+def in_stages(name, again=False):
+    """In training: a pipelined loss of the model, whose layers are computed again, its parameters, and a batch."""
+    make, config, pattern = IN_STAGES[name]
+    torch.manual_seed(0)
+    module = make(config).double().train()
+    if again:
+        module.activation_checkpointing_enable({"use_reentrant": False})
+    f, params = vfn.module_function(module)
+    f = f.cutting(pattern)
+
+    def loss(params, ids, key):
+        inputs = {"decoder_input_ids": ids.flip(1)} if name == "t5" else {}
+        return cross_entropy(f(params, input_ids=ids, use_cache=False, key=key, **inputs), ids.roll(-1, 1))
+
+    return vfn.pipeline(loss, "pp", microbatches=2), params, (IDS, KEY)
+
+
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_in_stages_of_a_pipeline(name):
+    """The gradients of microbatches: of a parameter that one stage uses to the last bit, but in T5, whose decoder
+    rounds otherwise in stages."""
+    piped, params, batch = in_stages(name, again=name == "llama")
+    want = vfn.value_and_grad(piped)(params, *batch)
+    with vfn.simulate(2):
+        with vfn.use_mesh(mesh := vfn.make_mesh((2,), ("pp",))):
+            specs = piped.specs(params, *batch)
+        got = vfn.unshard(vfn.value_and_grad(piped)(vfn.shard(params, mesh, specs), *batch))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    grads = zip(*map(vfn.tree.leaves, (got[1], want[1], specs)), strict=True)
+    assert name == "t5" or all(torch.equal(a, b) for a, b, spec in grads if spec != P())
+    assert {P(at={"pp": 0}), P(at={"pp": 1})} <= set(vfn.tree.leaves(specs))

@@ -199,18 +199,25 @@ def test_a_tied_parameter_is_added_up_once_a_step() -> None:
     assert [[part.stage for part in parts] for parts in stages.parts] == [[0], [1], [2], [3], [0, 3]]
 
 
-def test_hooks_cut_a_module_of_torch() -> None:
+@pytest.mark.parametrize("how", ["hooks", "paths"])
+def test_cuts_of_a_module_of_torch(how: str) -> None:
+    """By its own hooks, or by the paths of its parts: also around what is computed again, and of a copy alone."""
     module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    for layer in module:
-        layer.register_forward_hook(lambda layer, args, out: vfn.cut(out))
+    if how == "hooks":
+        for layer in module:
+            layer.register_forward_hook(lambda layer, args, out: vfn.cut(out))
     f, params = vfn.module_function(module)
+    if how == "paths":
+        f, uncut = f.cutting(r"^\d$").remat(dict.fromkeys("0123")), f
+        assert (f.cuts, uncut.cuts) == (set("0123"), set())
     loss = lambda params, x: f(params, x).square().mean()
     with vfn.simulate(2):
         mesh = vfn.make_mesh((2,), ("pp",))
-        piped = vfn.pipeline(loss, "pp", microbatches=PARTS, schedule="zbv")
+        piped = vfn.pipeline(loss, "pp", microbatches=PARTS, cuts=["1"] if how == "paths" else [1])
         with vfn.use_mesh(mesh):
             placed = vfn.shard(params, mesh, piped.specs(params, X))
         found = vfn.unshard(vfn.value_and_grad(piped)(placed, X))
+    assert [vfn.spec_of(layer["weight"]) for layer in placed] == [P(at={"pp": i}) for i in (0, 0, 1, 1)]
     assert all(same(found, vfn.optim.microbatches(vfn.value_and_grad(loss), PARTS)(params, X)))
 
 

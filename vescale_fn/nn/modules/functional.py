@@ -25,6 +25,7 @@ from ..._core.shard_map import interrupts
 from ..._core.sharding.spec import P
 from ..._core.transforms.remat_policies import Policy
 from ...random.keys import Key
+from .cut_by_path import cuts_of, mark
 from .keyed_mode import Keyed, memory_of
 from .parameter_names import Names
 from .remat_by_path import Policies, policies_of, put
@@ -128,9 +129,11 @@ class Functional:
         state: the names of the state's tree; None for a function without state.
         trainable: the parameters' tree, with a bool for each leaf: whether it required gradients in the module.
         policies: by the names of modules, what is kept of those whose values are computed again (`remat`).
+        cuts: the names of the modules behind which a pipeline may cut (`cutting`).
     """
 
     policies: Policies = MappingProxyType({})
+    cuts: frozenset[str] = frozenset()
 
     def __init__(self, template: Template, state: bool | str) -> None:
         self._template, self.__name__ = template, type(template.root).__name__
@@ -179,6 +182,7 @@ class Functional:
             given |= {id(stand_in): x.clone() for stand_in, x in zip(self.state.tensors, held)}
         module = self._template.filled(given, train, self._read if self._at_use else None)
         put(self.policies, module.modules(), self._module_names)
+        mark(self.cuts, module.modules(), self._module_names)  # around what is computed again
         names = dict(zip(map(id, module.modules()), self._module_names))
         watched = [
             *((f"the buffer {self._constants[i][0]!r}", x) for i, x in constants.items()),
@@ -266,6 +270,29 @@ class Functional:
             raise TransformError(report(where, "what is computed again would change its state twice", changed, fix))
         out = copy.copy(self)
         out.policies = found
+        return out
+
+    def cutting(self, pattern: str) -> Functional:
+        """This function, which `vfn.pipeline` may cut behind parts of its module: what they give goes through `vfn.cut`.
+
+        Args:
+            pattern: a regular expression (`re.search`) that finds the names of these modules; each cut has its module's name.
+
+        Raises:
+            SpecError: no regular expression, or one that finds no module.
+
+        Source: `torch.distributed.pipelining.pipeline`, its ``split_spec``.
+
+        >>> import torch, vescale_fn as vfn
+        >>> f, params = vfn.module_function(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)))
+        >>> f = f.cutting(r"^1$")  # between the two matrices
+        >>> x, piped = torch.ones(4, 4), vfn.pipeline(lambda params, x: f(params, x).sum(), "pp", microbatches=2)
+        >>> with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("pp",))):
+        ...     piped.specs(params, x)
+        [{'weight': P(at={'pp': 0}), 'bias': P(at={'pp': 0})}, {}, {'weight': P(at={'pp': 1}), 'bias': P(at={'pp': 1})}]
+        """
+        out = copy.copy(self)
+        out.cuts = cuts_of(pattern, self._module_names, f"{self.__name__}.cutting")
         return out
 
     def _read(self, stand_in: Any, x: Any) -> Any:
