@@ -96,6 +96,7 @@ def test_torch_reads_what_is_written_and_writes_what_is_read(name: str, tmp_path
     theirs = object.__new__(torch_schedules._PipelineScheduleRuntime)
     theirs.__dict__.update(pp_group_size=schedule.ranks, _num_stages=schedule.stages, _stages=[], _defer_pp_recv=False)
     theirs.__dict__.update(_n_microbatches=schedule.microbatches, pipeline_order={})
+    theirs.__dict__.update(_unshard_lookahead="full", _max_active_stages=3)  # which torch 2.15 asks for
     theirs._load_csv(str(path))
     assert theirs.stage_index_to_group_rank == dict(enumerate(schedule.placement))
     sends = [a for row in theirs.pipeline_order_with_comms.values() for a in row if "SEND" in str(a)]
