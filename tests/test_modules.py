@@ -584,3 +584,16 @@ def test_on_processes(gloo):
     want = vfn.grad(lambda params: total(f(params, x, key=KEY)))(params)
     for got in gloo(2, train_on_ranks):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def test_a_hook_that_a_call_registers_is_gone_after_it():
+    """As those of transformers do where hidden states are asked for: each call gave one more than the last."""
+
+    class Hooking(nn.Sequential):
+        def forward(self, x):
+            self[0].register_forward_hook(lambda module, args, out: out + 1)
+            self[0].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+            return super().forward(x)
+
+    f, params = vfn.module_function(Hooking(nn.Identity()))
+    assert [f(params, torch.ones(1)).item() for _ in range(3)] == [3.0] * 3

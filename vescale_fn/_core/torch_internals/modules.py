@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,15 @@ def mark_as_parameter(x: Any) -> None:
     x._is_param = True
 
 
+_HOOKS = (  # where a module keeps what `register_forward_hook` and its like are given
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 HELD = ("_parameters", "_buffers", "_modules")  # the attributes of a module that hold what `held_by` gives
 
 
@@ -43,8 +53,13 @@ def held_by(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], di
 
 
 def hold(module: torch.nn.Module, *held: dict[str, Any]) -> None:
-    """Give a module other parameters, buffers and children of its own, without the registration of each."""
-    vars(module).update(zip(HELD, held, strict=True))
+    """Give a module other parameters, buffers and children of its own, without the registration of each; and tables of its own
+    for the hooks that it has, so that one registered with it is not there for the module whose attributes it shares."""
+    own = vars(module)
+    own.update(zip(HELD, held, strict=True))
+    for name in _HOOKS:
+        if (hooks := own.get(name)) is not None:
+            own[name] = hooks.copy() if hooks else OrderedDict()
 
 
 def as_written(module: torch.nn.Module) -> torch.nn.Module:
