@@ -472,8 +472,7 @@ def in_stages(name, again=False):
 
 @pytest.mark.parametrize("name", IN_STAGES)
 def test_in_stages_of_a_pipeline(name):
-    """The gradients of microbatches: of a parameter that one stage uses to the last bit, but in T5, whose decoder
-    rounds otherwise in stages."""
+    """The gradients of microbatches: of a parameter that one stage uses to the last bit."""
     piped, params, batch = in_stages(name, again=name == "llama")
     want = vfn.value_and_grad(piped)(params, *batch)
     with vfn.simulate(2):
@@ -482,5 +481,5 @@ def test_in_stages_of_a_pipeline(name):
         got = vfn.unshard(vfn.value_and_grad(piped)(vfn.shard(params, mesh, specs), *batch))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     grads = zip(*map(vfn.tree.leaves, (got[1], want[1], specs)), strict=True)
-    assert name == "t5" or all(torch.equal(a, b) for a, b, spec in grads if spec != P())
+    assert all(torch.equal(a, b) for a, b, spec in grads if spec != P())
     assert {P(at={"pp": 0}), P(at={"pp": 1})} <= set(vfn.tree.leaves(specs))

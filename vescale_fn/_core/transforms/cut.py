@@ -58,7 +58,8 @@ def cut(x: T, name: str | None = None) -> T:
     places.append(CutPlace(name, source_lines.user_line()))
     leaves, treedef = opened(x, "cut", "x", numpy=True, modules=True)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    followed = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
+    # Marked together, all would need a gradient: a mask, too, for which attention takes another kernel.
+    followed = [i for i in tensors if torch_internals.needs_gradient(leaves[i])]
     for places_of in (followed, [i for i in tensors if i not in followed]):
         if places_of:
             marked = linear_map.apply(_Cut(recorder, number, False), *(leaves[i] for i in places_of))
