@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -346,13 +347,38 @@ def test_stages_on_meshes_of_other_axes(name: str) -> None:
 V = Schedule((0, 1, 1, 0), rows("0F0 0F1 3F0 3B0 3F1 3BW1 3W0 0B0 0BW1 0W0", "1F0 2F0 1F1 2F1 2BW0 1BW0 2B1 1BW1 2W1"))
 
 
+def parted(pp: int) -> list[str]:
+    """What ranks hear where one has another plan than the others, or records alone; and a step after it."""
+    scale, heard = [1.0], []
+    f = vfn.grad(vfn.pipeline(lambda ws, x, y: chain(ws, x * scale[0], y), "pp", microbatches=PARTS, cuts=[0, 1, 2]))
+    params = vfn.shard(matrices(4), vfn.make_mesh((4,), ("pp",)), P())
+    for rows, k in ((12, 1.0), (6, 1.0), (12 if pp else 6, 1.0), (9 if pp else 6, 1.0), (12, 2.0 if pp == 1 else 1.0)):
+        scale[0] = k
+        try:
+            f(params, X[:rows], Y[:rows])
+        except vfn.errors.DivergenceError as error:
+            heard.append(str(error))
+    scale[0] = 1.0
+    f(params, X, Y)
+    return heard
+
+
 def on_a_rank():
-    return [piped_step("fsdp"), piped_step("tp", V), piped_step("four stages", "gpipe")], tied_step()[1]
+    return (
+        [piped_step("fsdp"), piped_step("tp", V), piped_step("four stages", "gpipe")],
+        tied_step()[1],
+        parted(dist.get_rank()),
+    )
 
 
 def test_stages_on_real_ranks(gloo) -> None:
     wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
-    for found, of_tied in gloo(4, on_a_rank):
+    for found, of_tied, heard in gloo(4, on_a_rank):
+        assert len(heard) == 3
+        for error, shown in zip(heard, ("(4, 4)", "(3, 4)", "2.0")):
+            assert "ranks along 'pp' recorded different calls for <lambda>; the first that differs" in error
+            assert error.splitlines()[2].startswith("  * rank 1: ")
+            assert shown in error.splitlines()[2]
         assert all(same(found, wanted))
         check_tied(of_tied)
 

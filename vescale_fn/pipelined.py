@@ -21,6 +21,7 @@ from ._core.base.errors import TransformError
 from ._core.base.front_door import public
 from ._core.base.messages import described, report, short
 from ._core.base.user_calls import checked_function
+from ._core.distributed import collectives
 from ._core.distributed.abstract_mesh import AbstractMesh
 from ._core.distributed.mesh import communicator_of
 from ._core.distributed.places import whole_mesh
@@ -247,7 +248,9 @@ class Pipelined:
         call = JitCall(f, args[0], kwargs, None, None)
         key = how, homes, along.mesh, _world(), call.key
         found = self._plans.get(key)
-        if found is None or found.changed():
+        if found is not None and found.changed():
+            found = None
+        if not _on_all(found, along) or found is None:
             varying = _varying(params, batch, leaves)
             name = getattr(self._f, "__name__", type(self._f).__name__)
             count = 0 if how is None else len(params[0])
@@ -354,6 +357,17 @@ class Pipelined:
             raise TransformError(report("pipeline", "the schedule does not fit", wrong))
         self._schedules[ranks] = made
         return made
+
+
+def _on_all(plan: Staged | None, along: AlongAxis) -> bool:
+    """Whether all ranks have this plan for their call; else all record, and compare: none runs while another one records."""
+    if along.simulated:
+        return plan is not None
+    digest = 0 if plan is None else plan.digest
+    row = torch.tensor([digest, -digest], device=along.mesh.device_type)
+    why = "pipeline: whether all ranks have the plan"
+    most, least = collectives.all_reduce(row, along.mesh, tuple(axes_of(along.mesh)), why, "max").tolist()
+    return digest > 0 and most == -least
 
 
 def _checked(mesh: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ class Staged:
     Attributes:
         stages: the tasks.
         tasks: those of the stages that this process plays, as functions.
+        digest: of the plan, a positive number below 2**63: on real ranks the same on all of them.
         out_def: the tree of the results.
     """
 
@@ -76,6 +79,8 @@ class Staged:
         self.along, self.schedule, self.name = along, schedule, name
         self.varying, self._parameters = frozenset(varying), len(homes)
         recorded = self._agreed(call)
+        how = f"{schedule.placement} {schedule.order} {homes} {varying} {gradients} {cuts}"
+        self.digest = self._same([*_calls(recorded.graph), (f"a schedule, or arguments, of digest {_digest(how)}", "")])
         self.captured = Captured(call.f, filter(leaves_.is_object, call.leaves))  # with what it keeps of its first run
         graph = filled(writes(recorded.graph))
         self._taking = [(i, take) for i, leaf in enumerate(call.leaves) if (take := _taking(leaf)) is not None]
@@ -98,7 +103,7 @@ class Staged:
         self.homes, self._first = homes, len(self.results) - gradients
         held = {x: home for i, xs in self.places if i < len(homes) and (home := homes[i]) is not None for x in xs}
         self.stages = chosen(step, recorded.cuts, cuts, schedule.placement, held)
-        self._check_same(graph)
+        self.digest = 1 + self.digest + self._same([(f"stages of digest {_digest(_sides(graph, self.stages))}", "")])
         self._check_homes(names)
         self._make_tasks(gradients > 0)
         recorded.end()
@@ -190,17 +195,22 @@ class Staged:
         batch = frozenset(x for i, xs in self.places for x in xs if i in self.varying)
         return CutStep(graph, values, grads, of_parameters, batch)
 
-    def _check_same(self, graph: fx.Graph) -> None:
-        """Raise where ranks along the axis have recorded different calls, or cut them differently."""
-        if self.along.simulated or self.along.size == 1:
-            return
-        digest = hashlib.blake2b("\n".join(_lines(graph, self.stages)).encode(), digest_size=8).hexdigest()
-        rows = communicator_of(self.along.mesh).everyone([[digest]], "pipeline")
-        if any(len({rows[rank][0] for rank in line}) > 1 for line in self.along.lines):
-            what = f"ranks along {self.along.axis!r} recorded different calls for {self.name}"
-            raise DivergenceError(
-                report("pipeline", what, fix="the same program on every rank: each runs a part of it")
-            )
+    def _same(self, said: Sequence[tuple[str, str]]) -> int:
+        """A digest of what all ranks have; or raise where those along the axis say different things: (what, line)."""
+        if self.along.simulated:
+            return 0
+        everyone = functools.partial(communicator_of(self.along.mesh).everyone, why="pipeline")
+        digests = [row[0] for row in everyone([[_digest([what for what, _ in said])]])]
+        apart = [(line[0], rank) for line in self.along.lines for rank in line if digests[rank] != digests[line[0]]]
+        if apart:
+            by_rank = [row[0] for row in everyone([[list(said)]])]
+            calls = zip_longest(*(by_rank[rank] for rank in apart[0]), fillvalue=("none", ""))
+            differing = next(pair for pair in calls if pair[0][0] != pair[1][0])
+            shown = [f"rank {at}: {', at '.join(filter(None, one))}" for at, one in zip(apart[0], differing)]
+            what = f"ranks along {self.along.axis!r} recorded different calls for {self.name}; the first that differs"
+            fix = "the same program on every rank: each runs a part of it"
+            raise DivergenceError(report("pipeline", what, shown, fix))
+        return int(_digest(digests), 16) >> 2
 
     def uses(self) -> list[set[int]]:
         """For each parameter the coordinates on the axis whose stages use it."""
@@ -325,8 +335,8 @@ def _actions(task: Any) -> Iterator[list[tuple[str, int, int]]]:
         yield [(one, stage_, part) for one in split(kind)]
 
 
-def _lines(graph: fx.Graph, stages: Stages) -> Iterator[str]:
-    """What ranks compare of a recording and of how it is cut."""
+def _calls(graph: fx.Graph) -> Iterator[tuple[str, str]]:
+    """What ranks compare of a recording, with the user's lines."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         target: Any = node.target
@@ -334,12 +344,21 @@ def _lines(graph: fx.Graph, stages: Stages) -> Iterator[str]:
             what = f"{target.kind} {target.axes} {target.params}"
         else:
             what = getattr(target, "__name__", None) or str(target)
-        args = fx.map_arg((node.args, node.kwargs), lambda x: f"%{number[x]}") if node.op != "output" else ""
-        yield f"{node.op} {what} {args} {_shown(node.meta.get('val'))}"
-    for key, nodes in stages.tasks.items():
-        yield f"{key} {[number[x] for x in nodes]}"
-    for key, nodes in stages.messages.items():
-        yield f"{key} {[number[x] for x in nodes]}"
+        given: Any = "" if node.op in ("placeholder", "output") else (node.args, node.kwargs)
+        args = fx.map_arg(given, lambda x: f"%{number[x]}")
+        line = node.meta.get("line", "")
+        said = (node.op, what, args, _shown(node.meta.get("val")))
+        yield " ".join(map(str, filter(None, said))), source_lines.quoted(line) if line else ""
+
+
+def _sides(graph: fx.Graph, stages: Stages) -> list[Any]:
+    """What ranks compare of how a recording is cut."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    return [[(key, [number[x] for x in nodes]) for key, nodes in of.items()] for of in (stages.tasks, stages.messages)]
+
+
+def _digest(x: Any) -> str:
+    return hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest()
 
 
 def _shown(val: Any) -> str:
