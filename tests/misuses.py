@@ -736,10 +736,19 @@ def a_place_that_is_not_there(mesh):
 @misuse
 def a_place_without_an_axis(mesh):
     """SpecError
-    P: at must give axes and coordinates on them, but it is the str 'tp'
+    P: at must give axes and coordinates on them, ints from 0, but it is the str 'tp'
       Instead: for instance P("tp", at={"pp": 2}), or at={"pp": (0, 3)} for a value that exists at both
     """
     P(at="tp")
+
+
+@misuse
+def a_place_below_0(mesh):
+    """SpecError
+    P: at must give axes and coordinates on them, ints from 0, but it is {'tp': -1}
+      Instead: for instance P("tp", at={"pp": 2}), or at={"pp": (0, 3)} for a value that exists at both
+    """
+    P(at={"tp": -1})
 
 
 @misuse
@@ -2732,13 +2741,68 @@ def a_pipeline_that_reads_a_value(mesh):
     """TransformError
     pipeline: f cannot be recorded
       * a value is read in Python, at misuses.py: `return layers(params, x) if x.sum() > 0 else x.sum()`
-      Instead: torch.where for `if`, tensors for numbers
+      Instead: torch.where for `if` and vfn.cond, vfn.scan for vfn.while_loop, tensors for numbers
     """
 
     def f(params, x):
         return layers(params, x) if x.sum() > 0 else x.sum()
 
     vfn.grad(two(f))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_with_a_while_loop(mesh):
+    """TransformError
+    pipeline: f cannot be recorded
+      * a value is read in Python, at misuses.py: `return layers(params, vfn.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x))`
+      Instead: torch.where for `if` and vfn.cond, vfn.scan for vfn.while_loop, tensors for numbers
+    """
+
+    def f(params, x):
+        return layers(params, vfn.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x))
+
+    two(f)(three(mesh), X)
+
+
+@misuse
+def a_pipeline_that_writes_through_a_view(mesh):
+    """TransformError
+    pipeline: a value is written in place through a view of it, or where another value has its memory
+      * at misuses.py: `x[0] = 1.0`
+      Instead: vfn.optim.microbatches(f, m); or the function with a new value: torch.where, torch.cat, index_put
+    """
+
+    def f(params, x):
+        x = x @ params[0]
+        x[0] = 1.0
+        return layers(params, x)
+
+    vfn.grad(two(f))(three(mesh), X)
+
+
+@misuse
+def a_sparse_tensor_across_a_cut(mesh):
+    """TransformError
+    pipeline: a sparse tensor goes from stage 0 to stage 1
+      * at misuses.py: `x = vfn.cut((x @ params[0]).to_sparse())`
+      Instead: x.to_dense() before the cut
+    """
+
+    def f(params, x):
+        x = vfn.cut((x @ params[0]).to_sparse())
+        return (x.to_dense() @ params[1]).sum()
+
+    vfn.grad(two(f))(three(mesh), X)
+
+
+@misuse
+def a_pipeline_that_is_computed_again(mesh):
+    """TransformError
+    pipeline: vfn.remat does not go around a pipelined function
+      Instead: vfn.remat around the layers in it
+    """
+    piped = two()
+    vfn.grad(vfn.remat(lambda params: piped(params, X)))(three(mesh))
 
 
 @misuse

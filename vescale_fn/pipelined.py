@@ -23,6 +23,7 @@ from ._core.base.messages import described, report, short
 from ._core.base.user_calls import checked_function
 from ._core.distributed import collectives
 from ._core.distributed.abstract_mesh import AbstractMesh
+from ._core.distributed.divergence import RankCall
 from ._core.distributed.mesh import communicator_of
 from ._core.distributed.places import whole_mesh
 from ._core.sharding.index_map import axes_of
@@ -215,7 +216,10 @@ class Pipelined:
         mesh = self._mesh([params, batch, kwargs])
         if mesh is None:
             return microbatches(f, self._count)(params, *batch, **kwargs)
-        if torch_internals.recorder() is not None:
+        if (recorder := torch_internals.recorder()) is not None:
+            if getattr(recorder, "cuts", None) is not None and torch_internals.in_backward_pass():
+                what = "vfn.remat does not go around a pipelined function"
+                raise TransformError(report("pipeline", what, fix="vfn.remat around the layers in it"))
             raise Unrecordable("a pipelined function runs by a schedule of its own", "?")
         along = _along(mesh, self._axis, _world())
         given, names = tree.leaves(params), _paths(how, params)
@@ -363,10 +367,12 @@ def _on_all(plan: Staged | None, along: AlongAxis) -> bool:
     """Whether all ranks have this plan for their call; else all record, and compare: none runs while another one records."""
     if along.simulated:
         return plan is not None
-    digest = 0 if plan is None else plan.digest
+    digest, communicator = 0 if plan is None else plan.digest, communicator_of(along.mesh)
+    if (watch := context.watch()) is not None:
+        watch.compare(communicator.processes(), RankCall("pipeline: whether all ranks have the plan", "over all ranks"))
     row = torch.tensor([digest, -digest], device=along.mesh.device_type)
-    why = "pipeline: whether all ranks have the plan"
-    most, least = collectives.all_reduce(row, along.mesh, tuple(axes_of(along.mesh)), why, "max").tolist()
+    found = communicator.carry_out(collectives.TABLE["all_reduce"], row, tuple(axes_of(along.mesh)), ("max",))
+    most, least = found.tolist()
     return digest > 0 and most == -least
 
 

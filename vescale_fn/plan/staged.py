@@ -138,7 +138,7 @@ class Staged:
             recorded = trace_with_cuts(call.function, call.leaves, call.names(), call.treedef)
             graph = recorded.graph
             if recorded.guards:
-                reason = "it reads a truth value in Python"
+                reason = "it reads a truth value in Python, as the condition of vfn.cond and vfn.while_loop is read"
             if mesh is not None:
                 used = brought(recorded, call.leaves, call.names(), mesh)
                 stages = [stage(graph)]
@@ -150,10 +150,8 @@ class Staged:
         if failure is not None:
             raise failure
         if verdict.reason:
-            what = f"{self.name} cannot be recorded"
-            raise TransformError(
-                report("pipeline", what, [verdict.reason], "torch.where for `if`, tensors for numbers")
-            )
+            fix = "torch.where for `if` and vfn.cond, vfn.scan for vfn.while_loop, tensors for numbers"
+            raise TransformError(report("pipeline", f"{self.name} cannot be recorded", [verdict.reason], fix))
         assert recorded is not None
         return recorded
 

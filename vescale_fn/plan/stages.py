@@ -21,7 +21,7 @@ from .._core.base.errors import TransformError
 from .._core.base.messages import report
 from .._core.base.source_lines import quoted
 from .ir.cuts import CROSSES, CUT, UNCUT
-from .ir.graph import calls, copied, has_effect, name_of
+from .ir.graph import calls, copied, has_effect, name_of, operator_of
 from .ir.nested import reached
 
 PRE, F, B, W = "PRE", "F", "B", "W"
@@ -156,15 +156,15 @@ class _Cutting:
                 self._check_memory(node)
             if has_effect(node):
                 line = node.meta.get("line", "")
-                what = f"{getattr(node.target, '__name__', node.target)} does something besides giving a value"
-                raise TransformError(
-                    report(
-                        "pipeline",
-                        what,
-                        [f"at {quoted(line)}"] if line else [],
-                        f"{_INSTEAD}; or the function without it",
-                    )
+                what, fix = (
+                    f"{getattr(node.target, '__name__', node.target)} does something besides giving a value",
+                    "without it",
                 )
+                if operator_of(node) is not None:
+                    what = "a value is written in place through a view of it, or where another value has its memory"
+                    fix = "with a new value: torch.where, torch.cat, index_put"
+                where = [f"at {quoted(line)}"] if line else []
+                raise TransformError(report("pipeline", what, where, f"{_INSTEAD}; or the function {fix}"))
 
     # --- where each call belongs ------------------------------------------------------------------------------------
 
@@ -332,6 +332,12 @@ class _Cutting:
         """Raise for what cannot be sent: no schedule would have it in time, or it is no tensor."""
         kind, val = self.kinds[made], made.node.meta["val"]
         in_time = (kind == F and (task == B or made.stage < to)) or (kind == B and task == B and made.stage > to)
+        if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
+            line = made.node.meta.get("line", "")
+            what = f"a sparse tensor goes from stage {made.stage} to stage {to}"
+            raise TransformError(
+                report("pipeline", what, [f"at {quoted(line)}"] if line else [], "x.to_dense() before the cut")
+            )
         if not in_time or not isinstance(val, torch.Tensor):
             line = made.node.meta.get("line", "")
             what = f"stage {to} needs a value of stage {made.stage} that cannot be sent to it"

@@ -12,6 +12,7 @@ spec taking its piece out of each of the segments that the axes after it will ma
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -159,10 +160,11 @@ def _places(at: Any) -> At:
         )
         found[axis] = tuple(cast("Any", row)) if isinstance(row, (tuple, list)) else (row,)
     if not all(isinstance(axis, str) and row and all(map(_is_coordinate, row)) for axis, row in found.items()):
+        shown = reprlib.repr(cast("Any", at)) if isinstance(at, Mapping) else described(at)
         raise SpecError(
             report(
                 "P",
-                f"at must give axes and coordinates on them, but it is {described(at)}",
+                f"at must give axes and coordinates on them, ints from 0, but it is {shown}",
                 fix='for instance P("tp", at={"pp": 2}), or at={"pp": (0, 3)} for a value that exists at both',
             )
         )
