@@ -30,6 +30,7 @@ from vescale_fn.plan.passes.pointwise_before_views import flat
 from vescale_fn.plan.passes.reuse_memory import reuse
 from vescale_fn.plan.passes.views import views
 from vescale_fn.plan.tracing import trace
+from vescale_fn.plan.tracing.earlier import Earlier
 
 
 def recorded(f: Callable[..., Any], *args: torch.Tensor) -> fx.Graph:
@@ -253,7 +254,7 @@ def test_what_is_computed_again_at_two_times_is_told_apart() -> None:
         return x.sum()
 
     leaves, treedef = tree.flatten(((torch.ones(3, 3),), {}))
-    graph = trace.trace(vfn.grad(f), leaves, ["w"], treedef, None).graph
+    graph = trace.trace(vfn.grad(f), leaves, ["w"], treedef, None, Earlier()).graph
     times = [node.meta["again"] for node in plans.calls(graph) if "again" in node.meta]
     assert list(dict.fromkeys(times)) == [1, 2, 3, 4, 5, 6]
 

@@ -254,8 +254,8 @@ def shard(tree_: Any, mesh: Any, spec: Any) -> Any:
 
 
 @torch_internals.not_compiled
-@public("with_sharding")
 @torch_internals.seen_whole
+@public("with_sharding")
 def with_sharding(tree_: Any, spec: Any, *, mesh: Any = None) -> Any:
     """State how the tensors of a tree lie, moving them if they lie otherwise.
 

@@ -60,11 +60,9 @@ def public(name: str) -> Callable[[Callable[Q, R]], Callable[Q, R]]:
     """For a public function: a call that does not fit its parameters says what to write."""
 
     def decorate(f: Callable[Q, R]) -> Callable[Q, R]:
-        settle = _nothing if hasattr(f, "is_seen_whole") else put_off.settle
-
         @functools.wraps(f)
         def call(*args: Q.args, **kwargs: Q.kwargs) -> R:
-            settle()
+            put_off.settle()
             try:
                 return f(*args, **kwargs)
             except TypeError as error:
@@ -76,10 +74,6 @@ def public(name: str) -> Callable[[Callable[Q, R]], Callable[Q, R]]:
         return call
 
     return decorate
-
-
-def _nothing() -> None:
-    """There is nothing to settle."""
 
 
 def _in_words(name: str, f: Callable[..., Any], problem: str, kwargs: Mapping[str, Any]) -> str:

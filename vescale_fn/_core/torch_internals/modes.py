@@ -59,7 +59,6 @@ def seen_whole(f: F) -> F:
         with torch.overrides._pop_mode_temporarily():
             return mode.__torch_function__(f, (), args, kwargs)  # type: ignore[union-attr]
 
-    run.is_seen_whole = True  # type: ignore[attr-defined]
     return cast("F", run)
 
 
@@ -179,6 +178,8 @@ def set_ambient(saved: tuple[Any, ...]) -> None:
 def settle(for_good: bool = False) -> None:
     """Where a plan is recorded, what has been put off is done: before a function of ours that nobody sees as one call.
     `for_good`: no more is put off, as the function that was looked at has come to its end."""
+    if torch.compiler.is_compiling():
+        return
     if dispatch_modes() and function_modes() and (at_work := recorder()) is not None and at_work.watching is not None:
         at_work.watching.asked(for_good)
 

@@ -36,7 +36,7 @@ class _Waits:
     """Stands for the node of the answer to a call that has been put off: there is none yet."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RecordAgain
+        raise AttributeError(name) if name == "__wrapped__" else RecordAgain  # which doctest asks everything for
 
 
 WAITS: Any = _Waits()
