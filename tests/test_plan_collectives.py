@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 import vescale_fn as vfn
+from benchmarks.peak_memory import accounting
 from vescale_fn import P
 from vescale_fn._core.arrays.reshard import OwnPart
 from vescale_fn._core.distributed.collectives import Collective, group_size
@@ -20,7 +21,7 @@ from vescale_fn._core.distributed.mesh import communicator_of
 from vescale_fn.plan import pipeline
 from vescale_fn.plan.ir.collective_nodes import size
 from vescale_fn.plan.ir.graph import collectives, name_of
-from vescale_fn.plan.passes.buckets import buckets
+from vescale_fn.plan.passes.buckets import _flat, _for_each_rank, buckets
 from vescale_fn.plan.passes.merge_axes import axes
 from vescale_fn.plan.passes.overlap import overlap
 from vescale_fn.plan.passes.reduce_scatter import _place, scatter
@@ -490,6 +491,16 @@ def test_the_same_values_by_fewer_collectives(name):
         for one, other in zip(wanted, found, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-14, atol=0)  # sums in another order
     assert asked(graph) == before  # the graph that was given is as it was
+
+
+@pytest.mark.parametrize(("pack", "ranks"), [(_flat, 1), (_for_each_rank, 2)])
+def test_what_travels_together_is_copied_once_however_it_lies(pack, ranks):
+    blocks, dims = [torch.randn(3, 4), torch.randn(4, 3).t(), torch.randn(2, 5)], [(1,), (1,), (0,)]
+    with accounting(blocks) as account:
+        flat = pack(blocks, ranks, dims)
+    pieces = [x.chunk(ranks, dim)[i].reshape(-1) for i in range(ranks) for x, (dim,) in zip(blocks, dims, strict=True)]
+    assert torch.equal(flat, torch.cat(pieces))
+    assert account.peak == 2 * flat.nbytes
 
 
 def told(graph: fx.Graph) -> str:

@@ -202,14 +202,8 @@ def _within(known: dict[Any, MemoryUse], body: fx.Graph, dying: tuple[int, ...])
 
 
 def _scratch(node: fx.Node) -> int:
-    """The bytes that a call takes for itself while it runs, where they are many: what is to travel together is copied where it
-    does not lie in pieces, and flash attention adds up the gradient of the queries in float32 on a GPU, with a number for each
-    row."""
-    if isinstance(node.target, plan.Step) and node.target.name == "pack":
-        how: Any = node.target.run
-        blocks: Any = node.args[0]
-        pairs = zip(map(plan.value, blocks), how.keywords["dims"], strict=True)
-        return sum(plan.nbytes(x) for x, (dim, *_) in pairs if math.prod(x.shape[:dim]) > 1 or not x.is_contiguous())
+    """The bytes that a kernel takes for itself while it runs, where they are many: flash attention adds up the gradient of the
+    queries in float32 on a GPU, with a number for each row."""
     if not plan.name_of(node).endswith("flash_attention_backward"):
         return 0
     query = plan.value(node.args[1])  # type: ignore[arg-type]

@@ -234,16 +234,24 @@ Dims = Sequence[tuple[int, ...]]  # of each block: along which it is taken apart
 
 
 def _flat(blocks: Sequence[torch.Tensor], n: int, dims: Dims) -> torch.Tensor:
-    return torch.cat([x.reshape(-1) for x in blocks])
+    if all(x.is_contiguous() for x in blocks):
+        return torch.cat([x.view(-1) for x in blocks])
+    flat = blocks[0].new_empty(sum(x.numel() for x in blocks))
+    for x, place in zip(blocks, flat.split([x.numel() for x in blocks]), strict=True):
+        place.view(x.shape).copy_(x)
+    return flat
 
 
 def _for_each_rank(blocks: Sequence[torch.Tensor], n: int, dims: Dims) -> torch.Tensor:
-    """The blocks' pieces for the first rank, then those for the second, ..."""
-    rows = [
-        x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).reshape(n, x.numel() // n)
-        for x, (dim, *_) in zip(blocks, dims, strict=True)
-    ]
-    return torch.cat(rows, 1).view(-1)
+    """The blocks' pieces for the first rank, then those for the second, ..., each copied once, to its place."""
+    rows = [x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0) for x, (dim, *_) in zip(blocks, dims, strict=True)]
+    if all(row.is_contiguous() for row in rows):
+        return torch.cat([row.view(n, -1) for row in rows], 1).view(-1)
+    sizes = [x.numel() // n for x in blocks]
+    flat = blocks[0].new_empty(n * sum(sizes))
+    for row, place in zip(rows, flat.view(n, -1).split(sizes, 1), strict=True):
+        place.view(row.shape).copy_(row)
+    return flat
 
 
 def _as_they_were(flat: torch.Tensor, n: int, dims: Dims, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
