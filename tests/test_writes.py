@@ -596,3 +596,26 @@ def test_the_whole_of_a_few_columns_takes_the_memory_of_a_few() -> None:
         y = vfn.unshard(x[:, 3:5])
         assert not y.is_contiguous()
         assert y.untyped_storage().nbytes() < 3 * y.nbytes
+
+
+MISFITS = {
+    "fewer rows": lambda x: x[1:5].add_(torch.ones(3, 5)),
+    "fewer columns, here and there": lambda x: x[::2, 1:4].copy_(torch.ones(3, 2)),
+    "another dim": lambda x: x[1:5].mul_(torch.ones(2, 4, 5)),
+    "transposed": lambda x: x[1:4].t().copy_(torch.ones(3, 5)),
+    "a whole array": lambda x: x.add_(torch.ones(3, 5)),
+    "not written": lambda x: x @ torch.ones(3, 5),
+}
+
+
+@pytest.mark.parametrize("write", MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_is_written_nowhere_and_not_logged(write, caplog):
+    """A part of it may fit a block: the columns 1 to 3 of five, two of which a rank has."""
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("a",))
+        for spec in (P("a"), P(None, "a"), P()):
+            x = vfn.shard(torch.zeros(6, 5), mesh, spec)
+            with pytest.raises(RuntimeError, match=r"size|shape|dimension"):
+                write(x)
+            assert not x.any()
+    assert not caplog.records

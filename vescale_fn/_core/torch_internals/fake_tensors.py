@@ -43,7 +43,13 @@ def _entered() -> Any:
     return next((mode for mode in modes if hasattr(mode, "only_shapes")), None)
 
 
-logging.getLogger(FakeTensorMode.__module__).addFilter(lambda record: _entered() is None)
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Whether what torch logs is not of a mode of `shapes_only`, whose method raised: while it runs, it is on no stack."""
+    raised = record.exc_info[2] if record.exc_info else None
+    return raised is None or not hasattr(raised.tb_frame.f_locals.get("self"), "only_shapes")
+
+
+logging.getLogger(FakeTensorMode.__module__).addFilter(_is_wanted)
 
 
 @contextlib.contextmanager
