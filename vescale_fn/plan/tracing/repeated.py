@@ -42,17 +42,18 @@ _FORCED = 3  # iterations that were begun and could not be one call, before they
 Frames = list[tuple[FrameType, int]]  # with the instruction at which each is, outermost first
 
 
-def counted(recorder: Any) -> Counted | None:
+def counted(recorder: Any, passes_on: Any = None) -> Counted | None:
     """What counts the operators of a recording; None where nothing could be a call, and where a mode is on that outlives the
-    recording: while that mode has a function called it is off, and would come back above `LoopWatch`."""
-    return Counted(recorder) if recorder.shares and not torch_internals.function_modes() else None
+    recording: while that mode has a function called it is off, and would come back above `LoopWatch`. `passes_on`: a mode of the
+    recording that will be on, and hands on what it sees."""
+    return Counted(recorder, passes_on) if recorder.shares and not torch_internals.function_modes() else None
 
 
 class Counted:
     """Counts how often operators are recorded for the same line; where many come again and again, the recording is watched."""
 
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Any, passes_on: Any) -> None:
+        self._recorder, self._passes_on = recorder, passes_on
         self._counts: dict[Any, int] = {}
         self._many = 0
 
@@ -64,10 +65,16 @@ class Counted:
             return
         self._many += count == MANY
         # not just what a small loop inside calls; and at the bottom of the modes, of which the last to come is the first to go
-        if self._many >= SMALLEST and 2 * self._many > len(self._counts) and not torch_internals.function_modes():
+        if self._many >= SMALLEST and 2 * self._many > len(self._counts) and self._is_at_the_bottom():
             self._recorder.counted, self._recorder.watching = None, LoopWatch(self._recorder)
             torch_internals.settle_before_autograd()
-            self._recorder.watching.__enter__()
+            if self._passes_on is None:
+                self._recorder.watching.__enter__()
+
+    def _is_at_the_bottom(self) -> bool:
+        """Whether no other mode is on."""
+        modes = torch_internals.function_modes()
+        return modes == 0 or (modes == 1 and torch_internals.top_function_mode() is self._passes_on)
 
 
 class LoopWatch(torch_internals.TorchFunctionMode):
@@ -97,7 +104,10 @@ class LoopWatch(torch_internals.TorchFunctionMode):
             raise RecordAgain
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return self.seen(func, args, kwargs or {})
+
+    def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call gives."""
         if func in _ASKING or self._inside or self._is_elsewhere():
             return func(*args, **kwargs)
         place = _place()
@@ -369,7 +379,7 @@ class _Loops:
         """A call comes: what the iterations before are like, where it begins another one of a loop and they are equal."""
         if self._differing >= _DIFFERING:
             return None
-        frames, frame = Frames(), sys._getframe(3)
+        frames, frame = Frames(), sys._getframe(4)
         while frame is not None and frame.f_code is not self.recorder.bottom:
             frames.append((frame, frame.f_lasti))
             frame = frame.f_back

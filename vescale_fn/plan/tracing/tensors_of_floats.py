@@ -1,11 +1,13 @@
 """Tensors that torch makes in C of floats among the arguments: they are computed from these in each run of the plan.
 
 `torch.tensor(rate)` and `x[0] = rate` copy the value before any operator is called. A mode sees them first, and fills tensors
-by operators instead, which a recording follows.
+by operators instead, which a recording follows. Two modes would come in each other's way, as one is off while it has a function
+called: so it is this one that hands on what it sees to whoever looks for equal iterations.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,13 +31,22 @@ class FillsByOperators(TorchFunctionMode):
     def __init__(self, recorder: Any) -> None:
         super().__init__()
         self._recorder = recorder
+        # each is the same function whenever it is called
+        self._ways = {func: functools.partial(made, recorder, func) for func, made in _WAYS.items()}
+
+    @property
+    def records_plan(self) -> bool:
+        """Whether a function of ours is to be seen as one call."""
+        return self._recorder.watching is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        made = _WAYS.get(func)
-        if made is None or not any(map(self._recorder.stands_for_a_float, _flat((*args, *kwargs.values())))):
-            return func(*args, **kwargs)
-        return made(self._recorder, func, *args, **kwargs)
+        kwargs, recorder = kwargs or {}, self._recorder
+        made = self._ways.get(func)
+        if made is not None and any(map(recorder.stands_for_a_float, _flat((*args, *kwargs.values())))):
+            func = made
+        if recorder.watching is not None:
+            return recorder.watching.seen(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _flat(a: Any) -> Iterator[Any]:

@@ -174,13 +174,16 @@ def _trace(
     earlier: Earlier,
     disguise: Callable[[float, int], float],
 ) -> Recorded:
-    recorder = _recorder(disguise, leaves, how, earlier)
+    recorder = Recorder(disguise, plain(leaves), how.rolls, how.shares, how.as_one, earlier, how.cuts)
+    fills = FillsByOperators(recorder) if any(map(leaves_.is_number, leaves)) else None
+    if how.watches:
+        recorder.counted = counted(recorder, fills)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
     args, kwargs = (*tree.unflatten(treedef, given), {})[:2]
     try:
-        with FillsByOperators(recorder) if any(map(leaves_.is_number, leaves)) else nullcontext(), recorder:
+        with fills or nullcontext(), recorder:
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
             for leaf in out_leaves:
@@ -223,13 +226,6 @@ def _trace(
         ranks,
         tuple(recorder.cuts or ()),
     )
-
-
-def _recorder(disguise: Any, leaves: Sequence[Any], how: How, earlier: Earlier) -> Recorder:
-    recorder = Recorder(disguise, plain(leaves), how.rolls, how.shares, how.as_one, earlier, how.cuts)
-    if how.watches and not any(map(leaves_.is_number, leaves)):
-        recorder.counted = counted(recorder)
-    return recorder
 
 
 def _check_writes(ranks: RanksAsOne | None) -> None:
