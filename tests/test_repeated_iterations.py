@@ -244,19 +244,35 @@ def test_an_inner_value_as_the_loss() -> None:
     torch.testing.assert_close(vfn.jit(vfn.grad(loss))(layers(), X), vfn.grad(loss)(layers(), X))
 
 
-def test_a_float_that_is_given() -> None:
-    def f(params: Any, x: Any, rate: float) -> Any:
-        for p in params:
-            x = block(p, x * rate)
-        return x
+FLOATS = {  # what an iteration does with a float among the function's arguments, and with constants that it makes
+    "computed": lambda x, i, rate: x * (1 - 0.1 * rate) + torch.tensor([rate, 2.0, 0.0, 1.0]),
+    "another float later": lambda x, i, rate: x * (rate if i < 6 else rate * 0.5),
+    "a constant that is read later": lambda x, i, rate: [x * (c := torch.tensor(0.5)), c.item() if i == 6 else 1][0],
+    "another constant later": lambda x, i, rate: x * torch.tensor([0.5, 1.0, 2.0, float(i > 6)]),
+}
 
-    jitted = vfn.jit(f)
-    for rate in (0.5, 0.75):
-        torch.testing.assert_close(jitted(layers(), X, rate), f(layers(), X, rate))
-    assert jitted.cache_info()[1] == 1
-    g = vfn.jit(lambda params, x, rate: grads(chain)(params, x)[1][0][0]["up"] * rate)
-    torch.testing.assert_close(g(layers(), X, 0.5) * 2, g(layers(), X, 1.0))
-    assert torch_internals.function_modes() == 0
+
+def test_floats_that_are_given_and_constants_of_an_iteration() -> None:
+    calls = {}
+    for name, what in FLOATS.items():
+
+        def step(params: Any, x: Any, rate: float, what: Any = what) -> Any:
+            def f(params: Any, x: Any) -> Any:
+                for i, p in enumerate(params):
+                    x = what(block(p, what(x, 0, rate)), i, rate)
+                return x
+
+            loss, (by_params, _) = grads(f)(params, x)
+            return loss, [p["up"] - rate * g["up"] for p, g in zip(params, by_params)]
+
+        jitted = vfn.jit(step)
+        for rate in (0.5, 0.75):
+            torch.testing.assert_close(jitted(layers(), X, rate), step(layers(), X, rate))
+        assert jitted.cache_info()[1] == 1
+        assert torch_internals.function_modes() == 0
+        lowered = vfn.jit(step, passes=()).lower(layers(), X, 0.5)
+        calls[name] = sum(node.target.name == "shared" for node in nested(lowered.graph))
+    assert calls == dict(zip(FLOATS, [12, 6, 10, 8]))
 
 
 def test_a_write_into_an_argument_is_refused_as_elsewhere() -> None:

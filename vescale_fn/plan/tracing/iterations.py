@@ -58,12 +58,12 @@ class IterationReader:
         given: the tensors from outside, in the order in which they come.
 
     Args:
-        is_input: whether a float stands for an input of the plan.
+        float_of: what is equal for numbers that stand for the same of the plan's inputs, None for others.
     """
 
-    def __init__(self, is_input: Callable[[Any], bool]) -> None:
+    def __init__(self, float_of: Callable[[Any], Any]) -> None:
         self.given: list[torch.Tensor] = []
-        self._is_input = is_input
+        self._float_of = float_of
         self._known: dict[int, Any] = {}
         self._calls = 0
 
@@ -103,9 +103,10 @@ class IterationReader:
             form += kind, tuple(x) if kind is dict else len(x)
             read = [self._read(one, form) for one in (x.values() if kind is dict else x)]
             return dict(zip(x, read)) if kind is dict else slice(*read) if kind is slice else kind(read)
-        if kind not in _STATIC or self._is_input(x):
+        live = self._float_of(x) if isinstance(x, float) else None
+        if live is None and kind not in _STATIC:
             raise Differs
-        form += kind, repr(x) if kind is float else x
+        form += kind, repr(x) if live is None and kind is float else x if live is None else live
         return x
 
 

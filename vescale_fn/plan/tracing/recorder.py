@@ -110,6 +110,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._inputs, self.guards, self._answers = given, [], {}
         self._disguise, self._disguise_computed = disguise, near if disguise is near else apart
         self._numbers: dict[float, fx.Node] = {}  # what stands for floats -> their nodes
+        self._computed: dict[Any, fx.Node] = {}  # the first of the nodes that compute the same float
+        self._first: dict[fx.Node, fx.Node] = {}  # and of each of them that one
         self._given_out: list[weakref.ref[Number]] = []  # these, for whoever keeps one
         self.is_over = False
         self.frame = Frame(None)
@@ -258,6 +260,8 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def computed(self, value: float, meant: float, node: fx.Node) -> Number:
         """The stand-in of a float that a node gives; `meant`: its value in this call."""
+        key = node.target, tuple(self._first.get(x, x) if isinstance(x, fx.Node) else repr(x) for x in node.args)
+        self._first[node] = self._computed.setdefault(key, node)
         return self._number(value, meant, node, self._disguise_computed)
 
     def _number(self, value: float, meant: float, node: fx.Node, disguise: Callable[[float, int], float]) -> Number:
@@ -483,6 +487,11 @@ class Recorder(torch_internals.TorchDispatchMode):
     def stands_for_a_float(self, x: Any) -> bool:
         """Whether a number stands for an input of the plan, or was computed from one."""
         return isinstance(x, Number) or (type(x) is float and x in self._numbers)
+
+    def float_of(self, x: Any) -> Any:
+        """What is equal for numbers that stand for the same input, or for the same function of the inputs; None for others."""
+        node = x.node if isinstance(x, Number) else self._numbers.get(x) if type(x) is float else None
+        return None if node is None else self._first.get(node, node)
 
     def _note(self, fake: torch.Tensor, node: fx.Node) -> None:
         fake._plan_recorder, fake._plan_node = self, node  # type: ignore[attr-defined]

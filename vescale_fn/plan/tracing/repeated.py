@@ -44,8 +44,8 @@ Frames = list[tuple[FrameType, int]]  # with the instruction at which each is, o
 
 def counted(recorder: Any, passes_on: Any = None) -> Counted | None:
     """What counts the operators of a recording; None where nothing could be a call, and where a mode is on that outlives the
-    recording: while that mode has a function called it is off, and would come back above `LoopWatch`. `passes_on`: a mode of the
-    recording that will be on, and hands on what it sees."""
+    recording: while that mode has a function called it is off, and would come back above `LoopWatch`. `passes_on`: a mode of
+    the recording that will be on, and hands on what it sees."""
     return Counted(recorder, passes_on) if recorder.shares and not torch_internals.function_modes() else None
 
 
@@ -167,7 +167,7 @@ class LoopWatch(torch_internals.TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             self._inside -= 1
-        fits = self._loops.progress() == before and _can_wait(func) and bool(parts(out))
+        fits = self._loops.progress() == before and _can_wait(func) and bool(parts(out)) and not _begins_a_graph(out)
         if fits and len(self.recorder.writes) > written:  # perhaps only memory of its own
             fits = _memories(args, kwargs).isdisjoint(self.recorder.writes[written:])
         self._loops.see(SeenCall(func, args, kwargs, place, out, grad_fns(out)) if fits else None, _settings())
@@ -180,7 +180,7 @@ class LoopWatch(torch_internals.TorchFunctionMode):
             template = self._templates.get((func, place.code, place.instruction))
             if template is None or not _can_wait(func) or around() != template.ambient:
                 return None
-            started = _PutOff(template, IterationReader(self.recorder.stands_for_a_float), self._now())
+            started = _PutOff(template, IterationReader(self.recorder.float_of), self._now())
         elif started.begun != self._now() or not _can_wait(func):
             return None
         before = len(started.given)
@@ -325,6 +325,8 @@ class _PutOff:
                 if not torch_internals.became(answer, x):
                     raise RecordAgain
                 recorder.keep(answer)
+                if id(x) in recorder.literals:
+                    recorder.literals[id(answer)] = recorder.literals[id(x)]
                 x = answer
             found.append(x)
         return found[0] if isinstance(out, torch.Tensor) else type(out)(found)
@@ -361,7 +363,7 @@ class _Loops:
     def progress(self) -> tuple[int, ...]:
         """What a call that can be put off does not add to."""
         recorder = self.recorder
-        return len(recorder.read), len(recorder.guards), len(recorder.literals)
+        return len(recorder.read), len(recorder.guards)
 
     def see(self, call: SeenCall | None, settings: Any) -> None:
         """Note a call."""
@@ -407,7 +409,7 @@ class _Loops:
         if len(seen) < len(found) or any(x != settings[0] for x in settings):
             raise Differs
         later = [call for call in self._calls[stop:] if call is not None]
-        reader = IterationReader(self.recorder.stands_for_a_float)
+        reader = IterationReader(self.recorder.float_of)
         return SeenIteration(reader, seen, set(map(id, tensors_in(*(call[1:3] for call in later)))))
 
 
@@ -488,6 +490,11 @@ def _can_wait(func: Any) -> bool:
         and torch_internals.saved_tensor_hooks() is None
         and context.grad_depth() < 2  # a call has no second derivative
     )
+
+
+def _begins_a_graph(out: Any) -> bool:
+    """Whether a call gives a tensor by which somebody may differentiate."""
+    return any(x.requires_grad and x.is_leaf for x in parts(out))
 
 
 def _memories(*given: Any) -> set[int]:

@@ -174,16 +174,13 @@ def _trace(
     earlier: Earlier,
     disguise: Callable[[float, int], float],
 ) -> Recorded:
-    recorder = Recorder(disguise, plain(leaves), how.rolls, how.shares, how.as_one, earlier, how.cuts)
-    fills = FillsByOperators(recorder) if any(map(leaves_.is_number, leaves)) else None
-    if how.watches:
-        recorder.counted = counted(recorder, fills)
+    recorder, fills = _recorder(disguise, leaves, how, earlier)
     given = [
         _stand_in(recorder, leaf, _NO_WORD.sub("_", name).strip("_")) for leaf, name in zip(leaves, names, strict=True)
     ]
     args, kwargs = (*tree.unflatten(treedef, given), {})[:2]
     try:
-        with fills or nullcontext(), recorder:
+        with fills, recorder:
             out = checked(f(*args, **kwargs), "jit", "out", numpy=True, modules=True)
             out_leaves, out_def = tree.flatten(laid_out(out, out_specs))
             for leaf in out_leaves:
@@ -226,6 +223,15 @@ def _trace(
         ranks,
         tuple(recorder.cuts or ()),
     )
+
+
+def _recorder(disguise: Any, leaves: Sequence[Any], how: How, earlier: Earlier) -> tuple[Recorder, Any]:
+    """The recorder, and what is to be on around it."""
+    recorder = Recorder(disguise, plain(leaves), how.rolls, how.shares, how.as_one, earlier, how.cuts)
+    fills = FillsByOperators(recorder) if any(map(leaves_.is_number, leaves)) else None
+    if how.watches:
+        recorder.counted = counted(recorder, fills)
+    return recorder, fills or nullcontext()
 
 
 def _check_writes(ranks: RanksAsOne | None) -> None:
