@@ -743,6 +743,15 @@ def a_place_without_an_axis(mesh):
 
 
 @misuse
+def a_place_that_is_no_mapping(mesh):
+    """SpecError
+    P: at must give axes and coordinates on them, ints from 0, but it is the bool False
+      Instead: for instance P("tp", at={"pp": 2}), or at={"pp": (0, 3)} for a value that exists at both
+    """
+    P(at=False)
+
+
+@misuse
 def a_place_below_0(mesh):
     """SpecError
     P: at must give axes and coordinates on them, ints from 0, but it is {'tp': -1}
@@ -2741,7 +2750,7 @@ def a_pipeline_that_reads_a_value(mesh):
     """TransformError
     pipeline: f cannot be recorded
       * a value is read in Python, at misuses.py: `return layers(params, x) if x.sum() > 0 else x.sum()`
-      Instead: torch.where for `if` and vfn.cond, vfn.scan for vfn.while_loop, tensors for numbers
+      Instead: vfn.cond or torch.where for `if`, vfn.while_loop for `while`, tensors for numbers
     """
 
     def f(params, x):
@@ -2751,15 +2760,15 @@ def a_pipeline_that_reads_a_value(mesh):
 
 
 @misuse
-def a_pipeline_with_a_while_loop(mesh):
+def a_cut_in_a_branch(mesh):
     """TransformError
-    pipeline: f cannot be recorded
-      * a value is read in Python, at misuses.py: `return layers(params, vfn.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x))`
-      Instead: torch.where for `if` and vfn.cond, vfn.scan for vfn.while_loop, tensors for numbers
+    cut: a pipeline cuts the whole program, not a branch of a choice or the body of a while_loop
+      Instead: vfn.cut around it, of its result
     """
 
     def f(params, x):
-        return layers(params, vfn.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x))
+        half = lambda x: vfn.cut(x / 2)  # here
+        return layers(params, vfn.cond(x.sum() > 0, half, torch.sin, x))
 
     two(f)(three(mesh), X)
 

@@ -1,6 +1,7 @@
 """`vfn.cut` and `vfn.pipeline`: for every schedule the bits of microbatches on one device."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -114,6 +115,16 @@ def looped(params, x, y):
     return (x - y).square().mean()
 
 
+def chosen(params, x, y):
+    """With choices, loops of unknown length, and writes into one of several results of an operator."""
+    for w in params:
+        x = vfn.cut(vfn.cond(x.sum() > 0, lambda x, w: torch.tanh(x @ w), lambda x, w: torch.sin(x @ w), x, w))
+        top, _ = x.detach().sort(1)
+        x = x + top.clamp_(max=0.1)
+    halved = vfn.while_loop(lambda x: x > 0.5, lambda x: x / 2, x.detach().square().sum())
+    return (x - y).square().mean() * halved
+
+
 CASES = {
     "chain": (chain, matrices(4), ["gpipe", "zbv"]),
     "drawn": (drawn, matrices(5), ["1f1b", "dualpipev"]),
@@ -122,6 +133,7 @@ CASES = {
     "regularised": (regularised, matrices(4), ["v", "zb-h1"]),
     "views": (views, matrices(4), ["late"]),
     "looped": (looped, torch.stack(matrices(4)), ["gpipe"]),
+    "chosen": (chosen, matrices(4), ["zbv"]),
 }
 
 
@@ -220,6 +232,14 @@ def test_cuts_of_a_module_of_torch(how: str) -> None:
         found = vfn.unshard(vfn.value_and_grad(piped)(placed, X))
     assert [vfn.spec_of(layer["weight"]) for layer in placed] == [P(at={"pp": i}) for i in (0, 0, 1, 1)]
     assert all(same(found, vfn.optim.microbatches(vfn.value_and_grad(loss), PARTS)(params, X)))
+
+
+def test_an_axis_of_one_rank() -> None:
+    """In a process of its own, without a process group."""
+    params = matrices(2)
+    placed = vfn.shard(params, vfn.make_mesh((1,), ("pp",)), P())
+    step = vfn.value_and_grad(vfn.pipeline(chain, "pp", microbatches=PARTS))
+    assert all(same(vfn.unshard(step(placed, X, Y)), step(params, X, Y)))
 
 
 def test_arrays_on_the_whole_mesh_come_as_arguments() -> None:
@@ -352,11 +372,19 @@ def parted(pp: int) -> list[str]:
     scale, heard = [1.0], []
     f = vfn.grad(vfn.pipeline(lambda ws, x, y: chain(ws, x * scale[0], y), "pp", microbatches=PARTS, cuts=[0, 1, 2]))
     params = vfn.shard(matrices(4), vfn.make_mesh((4,), ("pp",)), P())
-    for rows, k in ((12, 1.0), (6, 1.0), (12 if pp else 6, 1.0), (9 if pp else 6, 1.0), (12, 2.0 if pp == 1 else 1.0)):
-        scale[0] = k
+    alone = pp == 1
+    for rows, k in (
+        (12, 1),
+        (6, 1),
+        (12 if pp else 6, 1),
+        (9 if pp else 6, 1),
+        (12, 2 if alone else 1),
+        (10 + 2 * alone, 1),
+    ):
+        scale[0] = float(k)
         try:
             f(params, X[:rows], Y[:rows])
-        except vfn.errors.DivergenceError as error:
+        except vfn.errors.VfnError as error:
             heard.append(str(error))
     scale[0] = 1.0
     f(params, X, Y)
@@ -374,7 +402,10 @@ def on_a_rank():
 def test_stages_on_real_ranks(gloo) -> None:
     wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
     for found, of_tied, heard in gloo(4, on_a_rank):
-        assert len(heard) == 3
+        assert len(heard) == 4
+        assert re.search(
+            "not here\n  . pipeline: the batch has no 3 equal parts$|10 rows are no multiple of 3", heard[-1]
+        )
         for error, shown in zip(heard, ("(4, 4)", "(3, 4)", "2.0")):
             assert "ranks along 'pp' recorded different calls for <lambda>; the first that differs" in error
             assert error.splitlines()[2].startswith("  * rank 1: ")

@@ -17,7 +17,7 @@ from ._core.arrays.array import is_array, mesh_of, spec_of
 from ._core.arrays.shapes import ShapeDtype
 from ._core.base import context, tree
 from ._core.base.containers import opened
-from ._core.base.errors import TransformError
+from ._core.base.errors import RecordError, TransformError
 from ._core.base.front_door import public
 from ._core.base.messages import described, report, short
 from ._core.base.user_calls import checked_function
@@ -33,7 +33,7 @@ from .optim.microbatches import check_results, means, microbatches, parts, reduc
 from .optim.optimizer import check_steps
 from .plan.pipeline_plan import PipelinePlan, planned
 from .plan.signature import JitCall
-from .plan.staged import Staged
+from .plan.staged import Staged, check_alike
 from .plan.tracing.recorder import Unrecordable
 
 NAMED = {
@@ -222,11 +222,9 @@ class Pipelined:
                 raise TransformError(report("pipeline", what, fix="vfn.remat around the layers in it"))
             raise Unrecordable("a pipelined function runs by a schedule of its own", "?")
         along = _along(mesh, self._axis, _world())
-        given, names = tree.leaves(params), _paths(how, params)
         primals = [] if how is None else params[0]
-        params = _without(params, along, names, True)
         with self._on_rest(along):
-            homes = tuple(map(along.coordinates, given))
+            homes = tuple(map(along.coordinates, tree.leaves(params)))
             staged, leaves = self._staged(f, how, params, batch, kwargs, along, homes)
             outs = staged(leaves, functools.partial(means, count=self._count))
         first = len(outs) - len(primals)
@@ -240,25 +238,44 @@ class Pipelined:
         return context.use_mesh(context.current_mesh() if along.rest is None else along.rest)
 
     def _staged(
-        self, f: Callable[..., Any], how: Any, params: Any, batch: Any, kwargs: Any, along: AlongAxis, homes: Any
+        self,
+        f: Callable[..., Any],
+        how: Any,
+        params: Any,
+        batch: Any,
+        kwargs: Any,
+        along: AlongAxis,
+        homes: Any,
+        ready: bool = False,
     ) -> tuple[Staged, list[list[Any]]]:
-        """The plan for parameters that are on the mesh without the axis already, and for each part of the batch all leaves."""
-        schedule = self._schedule_of(along.size)
-        batch, kwargs = (_without(x, along, tree.paths(x, n), False) for x, n in ((batch, "batch"), (kwargs, "kwargs")))
-        part_of = parts(batch, self._count, "pipeline")
-        params = reduced_later(params, batch, "pipeline")
-        args = [(params, *part_of(i)) for i in range(self._count)]
-        leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in args]
-        call = JitCall(f, args[0], kwargs, None, None)
-        key = how, homes, along.mesh, _world(), call.key
-        found = self._plans.get(key)
-        if found is not None and found.changed():
-            found = None
-        if not _on_all(found, along) or found is None:
+        """The plan, and for each part of the batch all leaves; `ready`: the parameters are on the mesh without the axis."""
+        name = getattr(self._f, "__name__", type(self._f).__name__)
+        call = schedule = found = failure = key = None
+        varying, names = list[int](), list[str]()
+        leaves: list[list[Any]] = []
+        try:  # the others hear of what is wrong with the arguments here, and do not wait
+            schedule, names = self._schedule_of(along.size), _paths(how, params)
+            params = params if ready else _without(params, along, names, True)
+            batch, kwargs = (
+                _without(x, along, tree.paths(x, n), False) for x, n in ((batch, "batch"), (kwargs, "kwargs"))
+            )
+            part_of = parts(batch, self._count, "pipeline")
+            params = reduced_later(params, batch, "pipeline")
+            args = [(params, *part_of(i)) for i in range(self._count)]
+            leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in args]
             varying = _varying(params, batch, leaves)
-            name = getattr(self._f, "__name__", type(self._f).__name__)
+            for i in varying:
+                check_alike([values[i] for values in leaves])
+            call = JitCall(f, args[0], kwargs, None, None)
+            key = how, homes, along.mesh, _world(), call.key
+            found = self._plans.get(key)
+            if found is not None and found.changed():
+                found = None
+        except Exception as error:
+            failure = error
+        if not _on_all(found, along, name, failure) or found is None:
+            assert call is not None
             count = 0 if how is None else len(params[0])
-            names = _paths(how, params)
             found = self._plans[key] = Staged(call, varying, count, names, homes, along, schedule, self._cuts, name)
             like = tree.unflatten(found.out_def, found.like)
             check_results(tree.paths(like, "result"), found.like, "pipeline")
@@ -333,7 +350,7 @@ class Pipelined:
         given = [shapes[i] for i in followed], [shapes[i] for i in rest]
         f, how, homes = self._with_gradients(structure, followed), (structure, *followed), (None,) * len(leaves)
         with self._on_rest(along):
-            return along, self._staged(f, how, given, batch, kwargs, along, homes)[0], followed + rest
+            return along, self._staged(f, how, given, batch, kwargs, along, homes, True)[0], followed + rest
 
     def _mesh(self, trees: Iterable[Any]) -> Any:
         """The mesh with the axis among those of the arguments; None where there is none."""
@@ -363,23 +380,36 @@ class Pipelined:
         return made
 
 
-def _on_all(plan: Staged | None, along: AlongAxis) -> bool:
-    """Whether all ranks have this plan for their call; else all record, and compare: none runs while another one records."""
-    if along.simulated:
+def _on_all(plan: Staged | None, along: AlongAxis, name: str, failure: Exception | None) -> bool:
+    """Whether all ranks have this plan for their call; else all record, and compare: none runs while another one records.
+
+    Raises:
+        Exception: `failure`, what is wrong with the call here; or RecordError where something is wrong with it elsewhere.
+    """
+    if along.all_here:
+        if failure is not None:
+            raise failure
         return plan is not None
     digest, communicator = 0 if plan is None else plan.digest, communicator_of(along.mesh)
     if (watch := context.watch()) is not None:
         watch.compare(communicator.processes(), RankCall("pipeline: whether all ranks have the plan", "over all ranks"))
-    row = torch.tensor([digest, -digest], device=along.mesh.device_type)
+    row = torch.tensor([digest, -digest, failure is not None], device=along.mesh.device_type)
     found = communicator.carry_out(collectives.TABLE["all_reduce"], row, tuple(axes_of(along.mesh)), ("max",))
-    most, least = found.tolist()
+    most, least, failed = found.tolist()
+    if failed:
+        said = "" if failure is None else str(failure) or type(failure).__name__
+        by_rank = [text for (text,) in communicator.everyone([[said]], "pipeline")]
+        if failure is not None:
+            raise failure
+        rank = next(rank for rank, text in enumerate(by_rank) if text)
+        what = f"the call of {name} raised on rank {rank}, and not here"
+        raise RecordError(report("pipeline", what, [by_rank[rank].splitlines()[0]]), follows=True)
     return digest > 0 and most == -least
 
 
 def _checked(mesh: Any) -> Any:
     """A mesh on which stages can run."""
-    communicator = communicator_of(mesh)
-    if isinstance(mesh, AbstractMesh) or communicator.by_tree or communicator.holds_blocks != communicator.all_here:
+    if isinstance(mesh, AbstractMesh) or communicator_of(mesh).by_tree:
         kind = "an abstract mesh" if isinstance(mesh, AbstractMesh) else "a mesh under vfn.deterministic"
         raise TransformError(report("pipeline", f"stages do not run on {kind}", fix=_INSTEAD))
     return mesh

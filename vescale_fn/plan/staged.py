@@ -24,8 +24,8 @@ from .._core.distributed.edges import edge_group
 from .._core.distributed.mesh import communicator_of
 from .._core.sharding.spec import P
 from .cut_choice import chosen
-from .ir.graph import collectives as ir_collectives
 from .ir.graph import output
+from .ir.nested import all_collectives, bodies_of, everywhere
 from .passes.functionalize_writes import writes
 from .signature import JitCall
 from .stage_runs import Between, Here, StageRun, edges, split
@@ -82,7 +82,7 @@ class Staged:
         how = f"{schedule.placement} {schedule.order} {homes} {varying} {gradients} {cuts}"
         self.digest = self._same([*_calls(recorded.graph), (f"a schedule, or arguments, of digest {_digest(how)}", "")])
         self.captured = Captured(call.f, filter(leaves_.is_object, call.leaves))  # with what it keeps of its first run
-        graph = filled(writes(recorded.graph))
+        graph = filled(everywhere(writes, recorded.graph))
         self._taking = [(i, take) for i, leaf in enumerate(call.leaves) if (take := _taking(leaf)) is not None]
         inputs = [x for x in graph.nodes if x.op == "placeholder"]
         self.places: list[tuple[int, list[fx.Node]]] = []  # of a leaf, the inputs that are its plain tensors
@@ -120,25 +120,25 @@ class Staged:
             for action in one
             if gradients or action[0] == F
         ]
-        mine = {s for s, rank in enumerate(placement) if along.simulated or rank == along.me}
+        mine = {s for s, rank in enumerate(placement) if along.all_here or rank == along.me}
         self.tasks: dict[int, dict[str, Task]] = {s: tasks_of(self.stages, s) for s in sorted(mine)}
         self._needed = {x for own in self.tasks.values() for task in own.values() for x in task.inputs}
         self._needed.update(self.stages.values, (term.node for terms in self.stages.parts for term in terms))
         self._groups: dict[tuple[int, int], Any] = {}
-        if not along.simulated:
+        if not along.all_here:
             for pair in edges(self.stages, placement):
                 self._groups[pair] = edge_group(along.mesh, along.axis, *pair, dist.group.WORLD)
 
     def _agreed(self, call: JitCall) -> Recorded:
         """The recording, which all ranks have compared."""
-        mesh = None if self.along.simulated else self.along.mesh
+        mesh = None if self.along.all_here else self.along.mesh
         notes = RecordingNotes(call.f)
         recorded, graph, reason, failure, used, stages = None, None, "", None, [], []
         try:
             recorded = trace_with_cuts(call.function, call.leaves, call.names(), call.treedef)
             graph = recorded.graph
             if recorded.guards:
-                reason = "it reads a truth value in Python, as the condition of vfn.cond and vfn.while_loop is read"
+                reason = "it reads a truth value in Python"
             if mesh is not None:
                 used = brought(recorded, call.leaves, call.names(), mesh)
                 stages = [stage(graph)]
@@ -150,7 +150,7 @@ class Staged:
         if failure is not None:
             raise failure
         if verdict.reason:
-            fix = "torch.where for `if` and vfn.cond, vfn.scan for vfn.while_loop, tensors for numbers"
+            fix = "vfn.cond or torch.where for `if`, vfn.while_loop for `while`, tensors for numbers"
             raise TransformError(report("pipeline", f"{self.name} cannot be recorded", [verdict.reason], fix))
         assert recorded is not None
         return recorded
@@ -164,7 +164,7 @@ class Staged:
     def _check_meshes(self, graph: fx.Graph) -> None:
         """Raise for what is on the whole mesh, of which each rank along the axis would do a part by itself."""
         along = self.along
-        over = [node for node in ir_collectives(graph) if along.axis in node.target.axes]  # type: ignore[union-attr]
+        over = [node for node, *_ in all_collectives(graph) if along.axis in node.target.axes]  # type: ignore[union-attr]
         other = [made for made in self.results if made.spec is not None and made.spec.mesh != along.rest]
         if over or other:
             line = over[0].meta.get("line", "") if over else ""
@@ -195,7 +195,7 @@ class Staged:
 
     def _same(self, said: Sequence[tuple[str, str]]) -> int:
         """A digest of what all ranks have; or raise where those along the axis say different things: (what, line)."""
-        if self.along.simulated:
+        if self.along.all_here:
             return 0
         everyone = functools.partial(communicator_of(self.along.mesh).everyone, why="pipeline")
         digests = [row[0] for row in everyone([[_digest([what for what, _ in said])]])]
@@ -255,34 +255,27 @@ class Staged:
             if i not in self.varying:
                 fixed.update(zip(nodes, take[i](leaves[i]), strict=True))
             else:
-                self._check_alike([values[i] for values in parts])
                 for part, values in zip(own, parts, strict=True):
                     part.update(zip(nodes, take[i](values[i]), strict=True))
         placement, along = self.schedule.placement, self.along
         along.begin()
-        if along.simulated:
+        if along.all_here:
             post: Any = Here()
         else:
             rows = [[action for rank, action in self.order if rank == place] for place in range(along.size)]
             post = Between(self.stages, placement, rows, along.me, along.ranks, self._groups)
         run = StageRun(self.stages, self.tasks, fixed, own, post)
         for rank, action in self.order:
-            if along.simulated or rank == along.me:
+            if along.all_here or rank == along.me:
                 run.action(*action)
         found = self._gathered(run.finish().sums, means)
         along.end()
         return found
 
-    def _check_alike(self, leaves: Sequence[Any]) -> None:
-        """Raise where parts of the batch are not like the one that was recorded."""
-        if len(set(map(leaves_.signature, leaves))) > 1:
-            said = list(dict.fromkeys(map(leaves_.described, leaves)))
-            raise TransformError(report("pipeline", "parts of the batch differ in shape or layout", said))
-
     def _gathered(self, sums: dict[Any, torch.Tensor], means: Means) -> list[Any]:
         """The results, of the sums that this process has."""
         owners = [self._owner(where[0]) for where in self.where]
-        mine = [i for i, owner in enumerate(owners) if self.along.simulated or owner == self.along.me]
+        mine = [i for i, owner in enumerate(owners) if self.along.all_here or owner == self.along.me]
         totals = [_assembled(self.results[i], [sums[name] for name in self.where[i]]) for i in mine]
         found = dict(zip(mine, means(totals, [self.like[i] for i in mine]), strict=True))
         return [self._everywhere(i, found.get(i), owner) for i, owner in enumerate(owners)]
@@ -294,7 +287,7 @@ class Staged:
 
     def _everywhere(self, i: int, found: Any, owner: int) -> Any:
         """A result that one rank along the axis has, on all that are to have it; None on the others."""
-        if self.along.simulated or self.along.size == 1:
+        if self.along.all_here or self.along.size == 1:
             return found
         made, like = self.results[i], self.like[i]
         home = None if i < self._first else self.homes[i - self._first]
@@ -312,6 +305,13 @@ class Staged:
             return local
         lies = P(*made.lies) if made.lies.unreduced else made.lies
         return wrap(local, made.spec.mesh, lies, made.spec.tensor_meta.shape)
+
+
+def check_alike(leaves: Sequence[Any]) -> None:
+    """Raise where a leaf of the parts of the batch is not the same in all of them: the first one is recorded."""
+    if len(set(map(leaves_.signature, leaves))) > 1:
+        said = list(dict.fromkeys(map(leaves_.described, leaves)))
+        raise TransformError(report("pipeline", "parts of the batch differ in shape or layout", said))
 
 
 def _taking(leaf: Any) -> Callable[[Any], list[Any]] | None:
@@ -347,6 +347,8 @@ def _calls(graph: fx.Graph) -> Iterator[tuple[str, str]]:
         line = node.meta.get("line", "")
         said = (node.op, what, args, _shown(node.meta.get("val")))
         yield " ".join(map(str, filter(None, said))), source_lines.quoted(line) if line else ""
+        for body in bodies_of(node):
+            yield from _calls(body)
 
 
 def _sides(graph: fx.Graph, stages: Stages) -> list[Any]:

@@ -22,7 +22,7 @@ from .._core.base.messages import report
 from .._core.base.source_lines import quoted
 from .ir.cuts import CROSSES, CUT, UNCUT
 from .ir.graph import calls, copied, has_effect, name_of, operator_of
-from .ir.nested import reached
+from .ir.nested import bodies_of, reached
 
 PRE, F, B, W = "PRE", "F", "B", "W"
 ORDER = (PRE, F, B, W)  # in which a stage runs them
@@ -154,13 +154,11 @@ class _Cutting:
         for node in self.nodes:
             if name_of(node) == "as_strided" and node.all_input_nodes[0] in self.step.batch:
                 self._check_memory(node)
-            if has_effect(node):
-                line = node.meta.get("line", "")
-                what, fix = (
-                    f"{getattr(node.target, '__name__', node.target)} does something besides giving a value",
-                    "without it",
-                )
-                if operator_of(node) is not None:
+            for call in _with_effects(node):
+                line = call.meta.get("line", "") or node.meta.get("line", "")
+                what = f"{getattr(call.target, '__name__', call.target)} does something besides giving a value"
+                fix = "without it"
+                if operator_of(call) is not None:
                     what = "a value is written in place through a view of it, or where another value has its memory"
                     fix = "with a new value: torch.where, torch.cat, index_put"
                 where = [f"at {quoted(line)}"] if line else []
@@ -342,6 +340,16 @@ class _Cutting:
             line = made.node.meta.get("line", "")
             what = f"stage {to} needs a value of stage {made.stage} that cannot be sent to it"
             raise TransformError(report("pipeline", what, [f"at {quoted(line)}"] if line else [], _INSTEAD))
+
+
+def _with_effects(node: fx.Node) -> Iterator[fx.Node]:
+    """The calls of a node, and in its bodies, that do something besides giving a value. That ranks of a stage communicate is
+    none of it: all of them run its calls in one order."""
+    for body in bodies_of(node):
+        for call in calls(body):
+            yield from _with_effects(call)
+    if has_effect(node) and not bodies_of(node):
+        yield node
 
 
 def _alike(x: Any, node: fx.Node) -> bool:

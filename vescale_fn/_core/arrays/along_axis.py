@@ -29,7 +29,8 @@ class AlongAxis:
         rest: the mesh of the other axes; None where there are none, and arrays become plain tensors.
         size: of the axis.
         lines: for each place on the other axes the ranks along this one, by their places in the mesh.
-        simulated: whether this process plays all ranks.
+        all_here: whether this process plays all ranks.
+        simulated: whether it does so with a block for each.
         me: this process's place on the axis; 0 where it plays all.
         ranks: the ranks of the world along the axis, where this process is one of them.
     """
@@ -41,18 +42,18 @@ class AlongAxis:
         self.size = axes_of(mesh)[axis]
         self.lines = groups(mesh, (axis,))
         self._is_running = False
-        self.simulated = communicator_of(mesh).holds_blocks
         communicator = communicator_of(mesh)
+        self.simulated, self.all_here = communicator.holds_blocks, communicator.all_here
         communicator.check_takes_part()
-        self.me = 0 if self.simulated else mesh.get_coordinate()[tuple(axes_of(mesh)).index(axis)]
-        self.ranks: Sequence[int] = () if self.simulated else communicator.processes((axis,))
+        self.me = 0 if self.all_here else mesh.get_coordinate()[tuple(axes_of(mesh)).index(axis)]
+        self.ranks: Sequence[int] = () if self.all_here else communicator.processes((axis,))
 
     def begin(self) -> None:
         """A step begins; or raise where messages of one that has failed may be under way, which it would take for its own."""
         if self._is_running:
             what = "an earlier step failed on this rank, and messages of it may still be under way"
             raise VfnError(report("pipeline", what, fix="the processes started again"))
-        self._is_running = not self.simulated
+        self._is_running = not self.all_here
 
     def end(self) -> None:
         """The step has ended."""

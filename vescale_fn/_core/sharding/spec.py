@@ -65,7 +65,7 @@ class P(tuple[Any, ...]):
         self: P = super().__new__(cls, map(_entry, entries))
         self.unreduced = _names(unreduced, "unreduced")
         self.reduced = _names(reduced, "reduced")
-        self.at = _places(at) if at else ()
+        self.at = _places(at) if at != () else ()
         return self
 
     def __eq__(self, other: object) -> bool:

@@ -35,7 +35,8 @@ def cut(x: T, name: str | None = None) -> T:
         name: of the place, for ``vfn.pipeline(..., cuts=[name, ...])``.
 
     Raises:
-        TransformError: while a pipeline records, in a `shard_map` body or in what `vfn.remat` computes again.
+        TransformError: while a pipeline records, in a `shard_map` body, in a branch of `vfn.cond`, or in what `vfn.remat`
+            computes again.
 
     >>> import torch, vescale_fn as vfn
     >>> x = torch.ones(2)
@@ -44,13 +45,16 @@ def cut(x: T, name: str | None = None) -> T:
     """
     if name is not None and not isinstance(name, str):
         raise TransformError(report("cut", f"the name of a cut is a string, but it is {short(name)}"))
-    recorder = torch_internals.recorder() if torch_internals.dispatch_modes() else None
+    recorder: Any = torch_internals.recorder() if torch_internals.dispatch_modes() else None
     places: list[CutPlace] | None = getattr(recorder, "cuts", None)
     if places is None:
         return x
     if context.body() is not None:
         what = "a pipeline cuts the whole program, not what each rank does in a shard_map body"
         raise TransformError(report("cut", what, fix="vfn.cut around the shard_map, of its result"))
+    if recorder.is_in_body:
+        what = "a pipeline cuts the whole program, not a branch of a choice or the body of a while_loop"
+        raise TransformError(report("cut", what, fix="vfn.cut around it, of its result"))
     if state.now().computed_again or torch_internals.in_backward_pass():
         what = "a pipeline cannot cut what is computed again for the backward pass"
         raise TransformError(report("cut", what, fix="vfn.cut(vfn.remat(f)(x)): the cut around the remat"))

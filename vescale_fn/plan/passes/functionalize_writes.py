@@ -6,13 +6,26 @@ be used again is found at the end (`reuse`), for all values.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..._core import torch_internals
-from ..ir.graph import changed, copied, is_aten, memories, name_of, operator_of_target, value, writers, written
+from ..ir.graph import (
+    changed,
+    copied,
+    is_aten,
+    name_of,
+    operator_of,
+    operator_of_target,
+    value,
+    viewed,
+    writers,
+    written,
+)
+from ..ir.memory_aliases import Memory, memories
 from ..ir.rewriting import computed
 
 _aten = torch.ops.aten
@@ -29,7 +42,7 @@ def writes(graph: fx.Graph) -> fx.Graph:
     lie, found = memories(graph), [node for node in writers(graph) if _is_write(node)]
     place = {node: i for i, node in enumerate(graph.nodes)}
     asked = frozenset().union(*(lie[x] for node in found for x in node.all_input_nodes))
-    sharing: dict[fx.Node, list[fx.Node]] = {}
+    sharing: dict[Memory, list[fx.Node]] = {}
     of_writes = set(found)
     for node in graph.nodes:
         if not asked.isdisjoint(lie[node]) and node not in of_writes:
@@ -37,13 +50,14 @@ def writes(graph: fx.Graph) -> fx.Graph:
                 sharing.setdefault(root, []).append(node)
     for node in found:
         target, x, now = torch_internals.out_of_place(node.target), node.args[0], place[node]
-        if target is None or not isinstance(x, fx.Node) or x.op == "placeholder" or lie[x] != {x}:
+        if target is None or not isinstance(x, fx.Node) or x.op == "placeholder" or not _is_alone(x, lie):
             continue
-        if any(x in lie[y] for y in node.all_input_nodes if y is not x):
+        (own,) = lie[x]
+        if any(own in lie[y] for y in node.all_input_nodes if y is not x):
             continue  # it reads what it writes: torch's result depends on the order of the elements
-        after = [other for other in sharing[x] if place[other] > now]
+        after = [other for other in sharing[own] if place[other] > now]
         if any(
-            place[user] > now for other in sharing[x] if other is not x and place[other] < now for user in other.users
+            place[user] > now for other in sharing[own] if other is not x and place[other] < now for user in other.users
         ):
             continue  # a view from before, which is to see what is written
         val = computed(target, node.args, node.kwargs)
@@ -54,12 +68,12 @@ def writes(graph: fx.Graph) -> fx.Graph:
             with graph.inserting_before(node):
                 new = graph.call_function(target, node.args, dict(node.kwargs))
             new.meta.update(node.meta, val=val)
-            place[new], sharing[new] = now, [new]
-        lie[new] = frozenset((new,))
+            place[new], sharing[Memory(new)] = now, [new]
+        lie[new] = frozenset((Memory(new),))
         for other in after:  # views from now on are of the new value
-            lie[other] = lie[other] - {x} | {new}
-            sharing[new].append(other)
-            sharing[x].remove(other)
+            lie[other] = lie[other] - {own} | lie[new]
+            sharing[Memory(new)].append(other)
+            sharing[own].remove(other)
         node.replace_all_uses_with(new)
         x.replace_all_uses_with(new, lambda user, now=now, new=new: user is not new and place[user] > now)
         graph.erase_node(node)
@@ -112,7 +126,19 @@ def _write_rows(graph: fx.Graph) -> None:
 
 def _is_given_away(node: fx.Node, lie: Any, sharing: Any) -> bool:
     """Whether a value is the plan's own, and nothing else has use for it: it can be what it is copied into."""
-    return node.op == "call_function" and lie[node] == {node} and sharing[node] == [node] and len(node.users) == 1
+    own = Memory(node)
+    return node.op == "call_function" and lie[node] == {own} and sharing[own] == [node] and len(node.users) == 1
+
+
+def _is_alone(x: fx.Node, lie: Any) -> bool:
+    """Whether a value is all that lies in its memory: one that a call makes, or one of several that an operator makes."""
+    if len(lie[x]) != 1:
+        return False
+    (own,) = lie[x]
+    if own == Memory(x):
+        return True
+    separate = operator_of(own.maker) is not None and not viewed(own.maker)
+    return x.target is operator.getitem and x.args == (own.maker, own.part) and separate
 
 
 def _is_write(node: fx.Node) -> bool:

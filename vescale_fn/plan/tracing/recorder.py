@@ -142,6 +142,11 @@ class Recorder(torch_internals.TorchDispatchMode):
         """What is used there without being given."""
         return self.frame.constants
 
+    @property
+    def is_in_body(self) -> bool:
+        """Whether it records a body of a loop, or a branch."""
+        return self.frame.outer is not None
+
     def scan(self, repeated: Any, xs: list[torch.Tensor], count: int, reverse: bool) -> Any:
         """A loop as one call, whose body is recorded once: its last carry and what it collects, as leaves. None where its body
         has to be recorded for each iteration."""
@@ -149,11 +154,11 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def choice(self, index: torch.Tensor, chosen: Any) -> Any:
         """A choice as one call, each branch of which is recorded: its results. None where one is to be taken now."""
-        return branches.recorded(self, index, chosen) if self._nests() else None
+        return branches.recorded(self, index, chosen) if self._nests(self.cuts is not None) else None
 
     def while_loop(self, loop: Any) -> Any:
         """A loop of unknown length as one call: the leaves of its last carry. None where its condition is to be read now."""
-        return while_loops.recorded(self, loop) if self._nests() else None
+        return while_loops.recorded(self, loop) if self._nests(self.cuts is not None) else None
 
     def mapped(self, rule: Callable[..., Any], columns: Sequence[Sequence[Any]]) -> list[Any]:
         """What a formula gives for each row of plain tensors and other values: as one call for rows that are alike."""
@@ -183,11 +188,11 @@ class Recorder(torch_internals.TorchDispatchMode):
             raise RanksApart
         self.rows = None
 
-    def _nests(self) -> bool:
-        """Whether a call with bodies can be recorded."""
+    def _nests(self, always: bool = False) -> bool:
+        """Whether a call with bodies can be recorded; `always`: also where loops are written out."""
         torch_internals.settle()
         self._leave_rows()
-        return self.rolls and not torch_internals.raw_duals()
+        return (self.rolls or always) and not torch_internals.raw_duals()
 
     def reads_for(self, reason: str) -> None:
         """Note why the value is read that is read next."""
