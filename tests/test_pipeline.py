@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn.plan.ir.graph import collectives
 from vescale_fn.recipes import gpt, models
 from vescale_fn.recipes.parallel import parallel
 from vescale_fn.schedules import Action, Schedule
@@ -283,15 +284,47 @@ def test_what_a_function_keeps_of_its_first_run_makes_no_new_plan() -> None:
     assert repr(copy.deepcopy(piped)) == repr(piped)
 
 
-def test_under_jit_a_pipeline_runs_as_written() -> None:
+def scaled_step(params, x, y, rate):
+    """An update whose loss uses a value of the plan around it, and of which another one follows."""
+    scale = x.abs().mean()
+    piped = vfn.pipeline(lambda params, x, y: chain(params, x, y) * scale, "pp", microbatches=PARTS)
+    for _ in range(2):
+        value, grads = vfn.value_and_grad(piped)(params, x, y)
+        params = vfn.tree.map(lambda p, g: p - rate * g, params, grads)
+    return value, params, piped(params, x, y)
+
+
+def test_a_piped_step_is_one_call_of_a_plan() -> None:
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("pp",))
+        jitted = vfn.jit(scaled_step, donate_argnums=0)
+        for rate in (0.5, 0.25):
+            params = vfn.shard(matrices(2), mesh, P())
+            wanted = vfn.unshard(scaled_step(params, X, Y, rate))
+            assert all(same(vfn.unshard(jitted(params, X, Y, rate)), wanted))
+        assert (jitted.cache_info().records, jitted.cache_info().hits) == (1, 1)
+
+
+def test_what_a_piped_step_uses_is_known_to_the_plan_around_it() -> None:
+    """A table that the first run makes, a tensor and a number of the function's own."""
+    scale, weight, kept = [1.0], torch.tensor(2.0), {}
+
+    def f(params, x, y):
+        kept["runs"] = kept.get("runs", 0) + 1
+        return chain(params, x * kept.setdefault("table", x.new_ones(WIDTH)), y) * scale[0] * weight
+
     with vfn.simulate(2):
         params = vfn.shard(matrices(2), vfn.make_mesh((2,), ("pp",)), P())
-        step = vfn.value_and_grad(vfn.pipeline(chain, "pp", microbatches=PARTS))
-        with pytest.warns(
-            UserWarning, match="runs as written, not as a plan\n  \\* a pipelined function runs by a schedule"
-        ):
-            found = vfn.jit(step)(params, X, Y)
-        assert all(same(vfn.unshard(found), vfn.unshard(step(params, X, Y))))
+        step = vfn.value_and_grad(vfn.pipeline(f, "pp", microbatches=PARTS))
+        jitted = vfn.jit(lambda params, x, y, rate: vfn.tree.map(lambda g: rate * g, step(params, x, y)))
+        first = vfn.unshard(jitted(params, X, Y, 1.0))
+        assert kept["runs"] == 1  # though a plan with a float is recorded twice, and compared
+        weight.fill_(4.0)
+        assert all(same(vfn.unshard(jitted(params, X, Y, 0.5)), first))
+        scale[0] = 0.5
+        kept.clear()
+        assert all(same(vfn.unshard(jitted(params, X, Y, 1.0)), first))
+        assert (jitted.cache_info().records, jitted.cache_info().hits) == (2, 1)
 
 
 # --- with other axes, and on real ranks -------------------------------------------------------------------------------
@@ -391,17 +424,65 @@ def parted(pp: int) -> list[str]:
     return heard
 
 
+def planned_step():
+    """Updates in a plan, and as written; and what each kind of collective of the plan carries."""
+    mesh = vfn.make_mesh((2, 2), ("pp", "dp"))
+    batch = vfn.shard((X, Y), mesh, P("dp"))
+    piped = vfn.pipeline(layered, "pp", microbatches=2, cuts=[1])
+    with vfn.use_mesh(mesh):
+        params = vfn.shard(LAYERS, mesh, piped.specs(vfn.eval_shape(lambda: LAYERS), *batch))
+    opt = vfn.optim.adamw(1e-2)
+
+    def step(params, state, batch):
+        value, grads = vfn.value_and_grad(piped)(params, *batch)
+        updates, state = opt.update(grads, state, params)
+        return value, vfn.optim.apply_updates(params, updates), state
+
+    found, jitted = [], vfn.jit(step, donate_argnums=(0, 1))
+    for run in (step, jitted):
+        given, state = (
+            vfn.with_sharding(vfn.tree.map(torch.clone, params), vfn.tree.map(vfn.spec_of, params)),
+            opt.init(params),
+        )
+        for _ in range(2):
+            value, given, state = run(given, state, batch)
+        found.append(vfn.unshard((value, given, state)))
+    sent = [(node.target.kind, node.target.axes) for node in collectives(jitted.lower(params, state, batch).graph)]
+    return found, jitted.cache_info().hits, sent
+
+
+def parted_plan(rank: int) -> list[str]:
+    """What ranks hear in each call where one of them has recorded another step into its plan."""
+    params, heard = vfn.shard(matrices(2), vfn.make_mesh((2, 2), ("pp", "dp")), P()), []
+    piped = vfn.pipeline(lambda ws, x, y: chain(ws, x * (1 + rank // 3), y), "pp", microbatches=PARTS)
+    step = vfn.jit(vfn.grad(lambda ws, x, y: piped(ws, x, y)))
+    for _ in range(2):
+        with pytest.raises(vfn.errors.DivergenceError) as error:
+            step(params, X, Y)
+        heard.append(str(error.value))
+    return heard
+
+
 def on_a_rank():
     return (
         [piped_step("fsdp"), piped_step("tp", V), piped_step("four stages", "gpipe")],
         tied_step()[1],
         parted(dist.get_rank()),
+        planned_step(),
+        parted_plan(dist.get_rank()),
     )
 
 
 def test_stages_on_real_ranks(gloo) -> None:
     wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
-    for found, of_tied, heard in gloo(4, on_a_rank):
+    with vfn.simulate(4):
+        of_plan, *_ = planned_step()[0]
+    for found, of_tied, heard, (in_plan, hits, sent), apart in gloo(4, on_a_rank):
+        assert all(same(in_plan, [of_plan, of_plan]))
+        assert hits == 1
+        # of a stage's gradients one reduction, with the loss in it, and a loss for all
+        assert sent == [("all_reduce", ("dp",)), ("broadcast", ("pp",))]
+        assert all("ranks along 'pp' recorded different calls" in error for error in apart)
         assert len(heard) == 4
         assert re.search(
             "not here\n  . pipeline: the batch has no 3 equal parts$|10 rows are no multiple of 3", heard[-1]

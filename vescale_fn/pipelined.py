@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,11 @@ from .optim.microbatches import check_results, means, microbatches, parts, reduc
 from .optim.optimizer import check_steps
 from .plan.pipeline_plan import PipelinePlan, planned
 from .plan.signature import JitCall
+from .plan.stage_results import at_places, recorded
 from .plan.staged import Staged, check_alike
+from .plan.tracing import leaves as leaves_
 from .plan.tracing.recorder import Unrecordable
+from .plan.tracing.traced_float import Number
 
 NAMED = {
     "gpipe": schedules.gpipe,
@@ -46,6 +50,7 @@ NAMED = {
     "dualpipev": schedules.dualpipev,
 }
 _KEPT = 16  # plans of one function
+_WHOLE = "pipeline: a result of one stage, on all ranks"
 _INSTEAD = "vfn.optim.microbatches(f, m), which any transform takes"
 
 
@@ -67,6 +72,8 @@ def pipeline(
     the order of the schedule. A value that a later stage needs goes there from where it is made; a parameter that several
     stages use (tied embeddings) has its gradients added up. On plain tensors, and on a mesh without the axis, it is
     ``vfn.optim.microbatches(f, m)``: the same parts, the same keys.
+
+    Under `vfn.jit` a step is one call of the plan; the sums over the data axes and the update behind it are planned as usual.
 
     The value and gradients have the bits of ``microbatches(value_and_grad(f), m)`` on the mesh without the axis; gradients of a
     parameter that several stages use are the same up to rounding.
@@ -137,6 +144,20 @@ def _found(schedule: Any, chunks: int | None) -> Any:
     return NAMED[schedule]
 
 
+class _Divided(NamedTuple):
+    """A call, divided into parts.
+
+    Attributes:
+        leaves: of each part all leaves.
+        key: of its plan.
+        made: makes this; True: where it is a call of another plan.
+    """
+
+    leaves: list[list[Any]]
+    key: Any
+    made: Callable[..., Staged]
+
+
 class Pipelined:
     """A pipelined function; made by `pipeline`."""
 
@@ -145,11 +166,12 @@ class Pipelined:
         self._f, self._axis, self._count, self._schedule, self._cuts = f, axis, count, schedule, cuts
         self._has_aux = has_aux
         self._plans: OrderedDict[Any, Staged] = OrderedDict()
+        self._within: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()  # those made in a recording
         self._schedules: dict[int, schedules.Schedule] = {}  # by the number of ranks
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes plans of its own."""
-        return {**self.__dict__, "_plans": OrderedDict()}
+        return {**self.__dict__, "_plans": OrderedDict(), "_within": WeakKeyDictionary()}
 
     def __repr__(self) -> str:
         f = getattr(self._f, "__qualname__", None) or short(self._f)
@@ -216,28 +238,46 @@ class Pipelined:
         mesh = self._mesh([params, batch, kwargs])
         if mesh is None:
             return microbatches(f, self._count)(params, *batch, **kwargs)
-        if (recorder := torch_internals.recorder()) is not None:
-            if getattr(recorder, "cuts", None) is not None and torch_internals.in_backward_pass():
+        recorder, along = self._recorder(), _along(mesh, self._axis, _world())
+        primals = [] if how is None else params[0]
+        homes = tuple(map(along.coordinates, tree.leaves(params)))
+        with self._on_rest(along):
+            divided = lambda: self._divided(f, how, params, batch, kwargs, along, homes, recorder)
+            if recorder is None:
+                staged, leaves = self._agreed(divided, along)
+                sums: Sequence[Any] = staged(staged.taken(leaves), self._count)
+            else:
+                staged, leaves = self._recorded(divided(), recorder)
+                sums = recorded(recorder, staged, staged.taken(leaves, every=True), self._count)
+        outs = means(at_places(staged, sums), staged.like, self._count)
+        first = len(outs) - len(primals)
+        values = [along.moved(x, None, _WHOLE) for x in outs[:first]]
+        plain = [along.rest is not None and made.spec is None for made in staged.results]
+        values = [along.plain(x) if one else x for x, one in zip(values, plain)]
+        grads = [along.moved(x, home, _WHOLE) for x, home in zip(outs[first:], homes)]
+        grads = [x if is_array(primal) else along.plain(x) for x, primal in zip(grads, primals, strict=True)]
+        return tree.unflatten(staged.out_def, values + grads)
+
+    @staticmethod
+    def _recorder() -> Any:
+        """What records a plan in which the step will be one call; None where it runs now."""
+        recorder = torch_internals.recorder()
+        if recorder is None:
+            return None
+        if recorder.cuts is not None:
+            if torch_internals.in_backward_pass():
                 what = "vfn.remat does not go around a pipelined function"
                 raise TransformError(report("pipeline", what, fix="vfn.remat around the layers in it"))
             raise Unrecordable("a pipelined function runs by a schedule of its own", "?")
-        along = _along(mesh, self._axis, _world())
-        primals = [] if how is None else params[0]
-        with self._on_rest(along):
-            homes = tuple(map(along.coordinates, tree.leaves(params)))
-            staged, leaves = self._staged(f, how, params, batch, kwargs, along, homes)
-            outs = staged(leaves, functools.partial(means, count=self._count))
-        first = len(outs) - len(primals)
-        values = [along.whole(x) if along.rest is None or is_array(x) else x for x in outs[:first]]
-        grads = [_as_primal(x, primal, along) for x, primal in zip(outs[first:], primals, strict=True)]
-        return tree.unflatten(staged.out_def, values + grads)
+        recorder.call_on_ranks()
+        return recorder
 
     @staticmethod
     def _on_rest(along: AlongAxis) -> Any:
         """A block in which the current mesh is that of the other axes."""
         return context.use_mesh(context.current_mesh() if along.rest is None else along.rest)
 
-    def _staged(
+    def _divided(
         self,
         f: Callable[..., Any],
         how: Any,
@@ -245,43 +285,62 @@ class Pipelined:
         batch: Any,
         kwargs: Any,
         along: AlongAxis,
-        homes: Any,
+        homes: Sequence[Any],
+        recorder: Any = None,
         ready: bool = False,
-    ) -> tuple[Staged, list[list[Any]]]:
-        """The plan, and for each part of the batch all leaves; `ready`: the parameters are on the mesh without the axis."""
+    ) -> _Divided:
+        """A call, divided into parts; `ready`: the parameters are on the mesh without the axis."""
+        schedule, names = self._schedule_of(along.size), _paths(how, params)
+        count = 0 if how is None else len(params[0])
+        params = params if ready else _without(params, along, names, True)
+        batch, kwargs = (_without(x, along, tree.paths(x, n), False) for x, n in ((batch, "batch"), (kwargs, "kwargs")))
+        part_of = parts(batch, self._count, "pipeline")
+        params = reduced_later(params, batch, "pipeline")
+        args = [(params, *part_of(i)) for i in range(self._count)]
+        leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in args]
+        varying = _varying(params, batch, leaves)
+        for i in varying:
+            check_alike([values[i] for values in leaves])
+        if recorder is not None:
+            rows = enumerate(leaves)
+            leaves = [[x if k and i not in varying else _in_order(x) for i, x in enumerate(row)] for k, row in rows]
+            args[0], kwargs = tree.unflatten(tree.flatten((args[0], kwargs))[1], leaves[0])
+        given, named = tree.map_(_meant, (args[0], kwargs))
+        call = JitCall(f, given, named, None, None)
         name = getattr(self._f, "__name__", type(self._f).__name__)
-        call = schedule = found = failure = key = None
-        varying, names = list[int](), list[str]()
-        leaves: list[list[Any]] = []
+
+        def made(within: bool = False) -> Staged:
+            found = Staged(call, varying, count, names, homes, along, schedule, self._cuts, name, within)
+            check_results(tree.paths(tree.unflatten(found.out_def, found.like), "result"), found.like, "pipeline")
+            return found
+
+        return _Divided(leaves, (how, homes, along.mesh, _world(), call.key), made)
+
+    def _agreed(self, divided: Callable[[], _Divided], along: AlongAxis) -> tuple[Staged, list[list[Any]]]:
+        """The plan of a call, the same on all ranks, and for each part of the batch all leaves."""
+        call = found = failure = None
         try:  # the others hear of what is wrong with the arguments here, and do not wait
-            schedule, names = self._schedule_of(along.size), _paths(how, params)
-            params = params if ready else _without(params, along, names, True)
-            batch, kwargs = (
-                _without(x, along, tree.paths(x, n), False) for x, n in ((batch, "batch"), (kwargs, "kwargs"))
-            )
-            part_of = parts(batch, self._count, "pipeline")
-            params = reduced_later(params, batch, "pipeline")
-            args = [(params, *part_of(i)) for i in range(self._count)]
-            leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in args]
-            varying = _varying(params, batch, leaves)
-            for i in varying:
-                check_alike([values[i] for values in leaves])
-            call = JitCall(f, args[0], kwargs, None, None)
-            key = how, homes, along.mesh, _world(), call.key
-            found = self._plans.get(key)
+            call = divided()
+            found = self._plans.get(call.key)
             if found is not None and found.changed():
                 found = None
         except Exception as error:
             failure = error
-        if not _on_all(found, along, name, failure) or found is None:
-            assert call is not None
-            count = 0 if how is None else len(params[0])
-            found = self._plans[key] = Staged(call, varying, count, names, homes, along, schedule, self._cuts, name)
-            like = tree.unflatten(found.out_def, found.like)
-            check_results(tree.paths(like, "result"), found.like, "pipeline")
+        everywhere = _on_all(found, along, getattr(self._f, "__name__", type(self._f).__name__), failure)
+        assert call is not None
+        if not everywhere or found is None:
+            found = self._plans[call.key] = call.made()
             if len(self._plans) > _KEPT:
                 self._plans.popitem(last=False)
-        return found, leaves
+        return found, call.leaves
+
+    def _recorded(self, call: _Divided, recorder: Any) -> tuple[Staged, list[list[Any]]]:
+        """The same for a step in the plan that is being recorded, whose ranks compare it with that."""
+        known = self._within.setdefault(recorder.earlier or recorder, {})
+        if call.key not in known or not known[call.key].stands_alone:
+            with torch_internals.unrecorded():
+                known[call.key] = call.made(True)
+        return known[call.key], call.leaves
 
     def specs(self, params: Any, *batch: Any, base: Any = None, **kwargs: Any) -> Any:
         """How the parameters may lie so that each rank holds those of its own stages alone: for each leaf the `P` that it has
@@ -350,7 +409,8 @@ class Pipelined:
         given = [shapes[i] for i in followed], [shapes[i] for i in rest]
         f, how, homes = self._with_gradients(structure, followed), (structure, *followed), (None,) * len(leaves)
         with self._on_rest(along):
-            return along, self._staged(f, how, given, batch, kwargs, along, homes, True)[0], followed + rest
+            divided = lambda: self._divided(f, how, given, batch, kwargs, along, homes, ready=True)
+            return along, self._agreed(divided, along)[0], followed + rest
 
     def _mesh(self, trees: Iterable[Any]) -> Any:
         """The mesh with the axis among those of the arguments; None where there is none."""
@@ -443,11 +503,14 @@ def _varying(params: Any, batch: Any, leaves: Sequence[Sequence[Any]]) -> list[i
     ]
 
 
-def _as_primal(x: Any, primal: Any, along: AlongAxis) -> Any:
-    """A gradient on the mesh without the axis as one of what it is the gradient of."""
-    if not is_array(primal):
-        return x
-    return along.whole(x) if along.coordinates(primal) is None else along.placed(x, primal)
+def _in_order(x: Any) -> Any:
+    """A leaf whose blocks lie as a plan takes them."""
+    return leaves_.with_tensors(x, lambda block: block) if isinstance(x, torch.Tensor) else x
+
+
+def _meant(x: Any) -> Any:
+    """A leaf; of a float that is an input of what is being recorded its value in this call."""
+    return x.meant if isinstance(x, Number) else x
 
 
 def _now(params: Any) -> list[P]:

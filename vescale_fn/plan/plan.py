@@ -21,7 +21,7 @@ from .execution.backends import Backend
 from .execution.codegen import Code, generate
 from .execution.rank_loops import RankLoops
 from .ir.elsewhere import ELSEWHERE, left_out
-from .ir.graph import DONATED, Pass, calls, changed, copied, given_up, memories, output, written
+from .ir.graph import DONATED, Pass, Step, calls, changed, copied, given_up, memories, output, written
 from .ir.leaf_lists import leaf_lists
 from .ir.mapped import unmapped
 from .ir.nested import all_collectives, everywhere, nested, taken_back
@@ -309,7 +309,8 @@ def _placed_meshes(leaves: Sequence[Any], recorded: Recorded) -> list[Any]:
     given = [mesh_of(x) for x in leaves if isinstance(x, torch.Tensor)]
     made = [x.spec.mesh for x in recorded.results if isinstance(x, leaves_.Result) and x.spec]
     sent = [node.target.mesh for node, *_ in all_collectives(recorded.graph)]  # type: ignore[union-attr]
-    return [mesh for mesh in (*given, *made, *sent) if place_of(mesh) is not None]
+    found = [node.target.at for node in calls(recorded.graph) if isinstance(node.target, Step)]
+    return [mesh for mesh in (*given, *made, *sent, *itertools.chain(*found)) if place_of(mesh) is not None]
 
 
 def _is_elsewhere(leaf: Any) -> bool:

@@ -15,11 +15,11 @@ from ..base.messages import report
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import groups
 from ..distributed.mesh import communicator_of, mesh_name
-from ..distributed.places import at_of, is_elsewhere, nothing, place_of, whole_mesh
+from ..distributed.places import at_of, at_place, is_elsewhere, place_of, whole_mesh
 from ..sharding.index_map import axes_of
 from ..sharding.layout import type_text
 from ..sharding.spec import P, axes_named, with_place
-from .array import spec_of, wrap
+from .array import place, spec_of, wrap
 
 
 class AlongAxis:
@@ -92,32 +92,28 @@ class AlongAxis:
             local = Blocks(first) if self.rest is not None else first[0]
         if self.rest is not None:
             return wrap(local, self.rest, spec_of(x), x.shape, _stride(x))
-        if is_elsewhere(torch_internals.mesh(x)):  # which is recorded as where the value is
+        if (
+            is_elsewhere(torch_internals.mesh(x)) and not torch_internals.is_recorded()
+        ):  # which that takes as where it is
             return no_values.empty(x.shape, _stride(x), x.dtype, local.device)
         if local.stride() != _stride(x):
             local = torch.empty_strided(x.shape, _stride(x), dtype=x.dtype, device=local.device).copy_(local)
         return local
 
-    def placed(self, x: Any, like: DTensor) -> Any:
-        """What the ranks at a place have, an array on the other axes or a plain tensor, as an array at the place of another;
-        None for it on the other ranks."""
-        local: Any = torch_internals.local(like if x is None or not isinstance(x, DTensor) else x)
-        if x is None:
-            local = nothing(local.shape, local.dtype, local.device)
-        elif not isinstance(x, DTensor):
-            local = Blocks([x]) if self.simulated else x
-        return wrap(local, torch_internals.mesh(like), P(*spec_of(like)), like.shape)
+    def at(self, owner: int, local: Any, lies: P, shape: torch.Size) -> Any:
+        """What the ranks at one place of the axis have, plain tensors or blocks on the other axes, as an array there."""
+        return wrap(local, at_place(self.mesh, ((self.axis, (owner,)),)), lies, shape)
 
-    def whole(self, x: torch.Tensor, lies: P = P()) -> Any:
-        """What ranks have alike at all places of the axis, an array on the other axes or a plain tensor, as an array."""
-        local: Any = torch_internals.local(x) if isinstance(x, DTensor) else x
-        if self.simulated:
-            found: list[Any] = [None] * (len(self.lines) * self.size)
-            for i, line in enumerate(self.lines):
-                for rank in line:
-                    found[rank] = local.blocks[i] if type(local) is Blocks else local
-            local = Blocks(found)
-        return wrap(local, self.mesh, spec_of(x) if isinstance(x, DTensor) else lies, x.shape)
+    def moved(self, x: Any, home: tuple[int, ...] | None, why: str) -> Any:
+        """An array at a place of the axis at other ones; None: on all ranks."""
+        mesh = self.mesh if home is None else at_place(self.mesh, ((self.axis, home),))
+        spec = spec_of(x)
+        return place(x, mesh, P(*spec, unreduced=spec.unreduced, reduced=spec.reduced), why)
+
+    def plain(self, x: Any) -> torch.Tensor:
+        """What a rank has of an array that all hold alike."""
+        local: Any = torch_internals.local(x)
+        return local.blocks[0] if self.simulated else local
 
 
 def _stride(x: DTensor) -> tuple[int, ...]:

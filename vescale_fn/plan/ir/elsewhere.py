@@ -7,6 +7,7 @@ among the ranks of places where it is not; a collective of the whole mesh stays,
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -59,6 +60,8 @@ class _Gone:
             self._leave_out(node)
         elif given and isinstance((start := node.args[0]), fx.Node) and isinstance(start.target, Start):
             self._see_wait(node, start)
+        elif _gives_elsewhere(node):
+            self._leave_out(node)
         elif not missing:
             return
         elif isinstance(node.target, Collective):
@@ -91,8 +94,16 @@ class _Gone:
 
     def _give_stand_ins(self, node: fx.Node, missing: Collection[fx.Node]) -> None:
         with self.graph.inserting_before(node):
+            whole = not (isinstance(node.target, Step) and node.target.at)  # which knows what is missing
             for x in missing:
-                node.replace_input_with(x, _stand_in(self.graph, x, whole=True))
+                node.replace_input_with(x, _stand_in(self.graph, x, whole))
+
+
+def _gives_elsewhere(node: fx.Node) -> bool:
+    """Whether a value is a result, of a call that gives several at several places, of which this rank has none."""
+    if node.target is not operator.getitem or not isinstance(of := node.args[0], fx.Node):
+        return False
+    return isinstance(of.target, Step) and bool(of.target.at) and is_elsewhere(of.target.at[node.args[1]])  # type: ignore
 
 
 def _receives(collective: Collective) -> bool:

@@ -55,6 +55,7 @@ class Step:
         views: the places of the arguments that its result may share memory with.
         apart: whether each of its results lies in memory of its own.
         into: the place of a list with an argument for each result, in whose memory that lies, or None.
+        at: of each of its results the mesh of the place (`distributed/places`) where it is; () where all ranks have them.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Step:
     views: tuple[int, ...] = ()
     apart: bool = False
     into: int | None = None
+    at: tuple[Any, ...] = ()
 
     @property
     def __name__(self) -> str:

@@ -30,6 +30,12 @@ class Valueless:
         """A tensor of this shape without values and without gaps, of the dtype and on the device of `x`."""
         return self._made((torch.Size(shape), contiguous_stride(shape), x.dtype, _device(x)))
 
+    def lying(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A tensor without values that lies so."""
+        return self._made((torch.Size(shape), tuple(stride), dtype, device))
+
     def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an op gives."""
         if not _is_new(op):

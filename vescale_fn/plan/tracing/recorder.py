@@ -76,6 +76,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         writes: what memory was written in place, in order.
         has_shared: whether a call was recorded as one node.
         cuts: the calls of `vfn.cut`, where a pipeline records; None elsewhere.
+        earlier: the recordings of this call that were given up (`Earlier`); None where there is one alone.
 
     Args:
         disguise: gives of the value of a float among the inputs, and its number, what stands for it.
@@ -83,7 +84,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         rolls: whether the body of a loop is recorded once, and not for each iteration.
         shares: whether equal calls of a jitted function are recorded once.
         as_one: whether what simulated ranks do is recorded once for all of them.
-        earlier: the recordings of this call that were given up (`Earlier`).
+        earlier: see the attribute.
         cuts: whether calls of `vfn.cut` are noted.
     """
 
@@ -101,7 +102,7 @@ class Recorder(torch_internals.TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.cuts: list[Any] | None = [] if cuts else None
-        self._earlier = earlier
+        self.earlier = earlier
         self.counted: Any = None  # sees which operators are recorded of the function itself
         self.watching: Any = None  # sees which functions of torch it calls
         self.said = ""  # the user's line of what is recorded at another one
@@ -305,7 +306,7 @@ class Recorder(torch_internals.TorchDispatchMode):
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
         found = self.frame.known.get(id(x))
         if found is None:
-            if self.frame.outer is None and self._earlier is not None and self._earlier.gives(self, x):
+            if self.frame.outer is None and self.earlier is not None and self.earlier.gives(self, x):
                 return x
             if self.is_ours(x) and not self.frame.is_around(x._plan_node.graph):  # type: ignore
                 raise Unrollable
@@ -418,6 +419,20 @@ class Recorder(torch_internals.TorchDispatchMode):
         line, again = self._line()
         node = self.graph.call_function(step, tuple(self._nodes(args)))
         return self._made(node, self._fake.contiguous(shape, like), line, again)
+
+    def call_on_ranks(self) -> None:
+        """Make ready for a call that takes, and gives, what each rank has: no part of a body, nor of what ranks do alike."""
+        torch_internals.settle()
+        if self.frame.outer is not None:
+            raise Unrollable
+        self._leave_rows()
+
+    def gives(self, step: Step, args: Sequence[Any], lies: Sequence[Any]) -> list[torch.Tensor]:
+        """Record a call of ours that takes one list, and give what stands for its results, each lying as said (shape, stride,
+        dtype, device)."""
+        line, again = self._line()
+        node = self.graph.call_function(step, (self._nodes(list(args)),))
+        return self._made(node, [self._fake.lying(*one) for one in lies], line, again)
 
     def mark(self, x: torch.Tensor, number: int, back: bool) -> torch.Tensor:
         """Note that a plain tensor crosses the `number`-th cut, `back` as a cotangent; and give what stands for it behind."""

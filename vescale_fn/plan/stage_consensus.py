@@ -1,0 +1,140 @@
+"""Ranks compare what they have recorded for a pipeline, and how that is cut, before they connect."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._core.arrays.along_axis import AlongAxis
+from .._core.base import source_lines
+from .._core.base.errors import DivergenceError, TransformError
+from .._core.base.messages import report
+from .._core.distributed.collectives import Collective
+from .._core.distributed.mesh import communicator_of
+from .ir.nested import bodies_of
+from .signature import JitCall
+from .stages import Stages
+from .tracing.rank_consensus import agree, stage
+from .tracing.rank_inputs import brought
+from .tracing.rank_notes import RecordingNotes
+from .tracing.recorder import Unrecordable
+from .tracing.trace import Recorded, trace_with_cuts
+
+
+class Consensus:
+    """What comes of recording a function for a pipeline here, and what the other ranks say of it.
+
+    Args:
+        name: of the function.
+        along: the mesh and its axis.
+        call: of the function with one part of the batch.
+        within: whether another recording is at work: its ranks compare what comes of it, so that what raises here reaches the
+            others, and what was recorded is compared before it first runs.
+
+    Raises:
+        TransformError: it cannot be recorded, here or on another rank.
+    """
+
+    def __init__(self, name: str, along: AlongAxis, call: JitCall, within: bool) -> None:
+        self.name, self.along = name, along
+        self.mesh = None if along.all_here else along.mesh
+        self._said: list[Sequence[tuple[str, str]]] = []
+        recorded, reason, failure, used = None, "", None, []
+        notes = None if within else RecordingNotes(call.f)
+        try:
+            recorded = trace_with_cuts(call.function, call.leaves, call.names(), call.treedef)
+            if recorded.guards:
+                reason = "it reads a truth value in Python"
+            if self.mesh is not None and not within:
+                used = brought(recorded, call.leaves, call.names(), self.mesh)
+        except Unrecordable as why:
+            reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
+        except Exception as error:
+            failure = error
+        if notes is not None:
+            reason = self._agreed(recorded, used, reason, failure, notes)
+        if failure is not None:
+            raise failure
+        if reason:
+            fix = "vfn.cond or torch.where for `if`, vfn.while_loop for `while`, tensors for numbers"
+            raise TransformError(report("pipeline", f"{name} cannot be recorded", [reason], fix))
+        assert recorded is not None
+        self.recorded: Recorded = recorded
+
+    def _agreed(self, recorded: Recorded | None, used: Any, reason: str, failure: Any, notes: RecordingNotes) -> str:
+        graph = None if recorded is None else recorded.graph
+        stages = [] if self.mesh is None or graph is None else [stage(graph)]
+        return agree(self.name, self.mesh, graph, stages, [], used, False, reason, "", failure, notes).reason
+
+    def say(self, said: Sequence[tuple[str, str]]) -> None:
+        """Note what all ranks along the axis are to have alike: (what, line)."""
+        self._said.append(said)
+
+    def heard(self) -> int:
+        """A digest of what has been said since, the same on all ranks; or raise where those along the axis say other things."""
+        found = sum(map(self._same, self._said))
+        self._said = []  # what ranks differ in is compared again
+        return found
+
+    def caught_up(self, f: Any) -> None:
+        """Compare what was recorded within another recording."""
+        if self.mesh is not None:
+            used = self.recorded.ledger.told(communicator_of(self.mesh).processes())
+            self._agreed(self.recorded, used, "", None, RecordingNotes(f))
+
+    def _same(self, said: Sequence[tuple[str, str]]) -> int:
+        if self.mesh is None:
+            return 0
+        everyone = functools.partial(communicator_of(self.mesh).everyone, why="pipeline")
+        digests = [row[0] for row in everyone([[digest([what for what, _ in said])]])]
+        apart = [(line[0], rank) for line in self.along.lines for rank in line if digests[rank] != digests[line[0]]]
+        if apart:
+            by_rank = [row[0] for row in everyone([[list(said)]])]
+            calls = zip_longest(*(by_rank[rank] for rank in apart[0]), fillvalue=("none", ""))
+            differing = next(pair for pair in calls if pair[0][0] != pair[1][0])
+            shown = [f"rank {at}: {', at '.join(filter(None, one))}" for at, one in zip(apart[0], differing)]
+            what = f"ranks along {self.along.axis!r} recorded different calls for {self.name}; the first that differs"
+            fix = "the same program on every rank: each runs a part of it"
+            raise DivergenceError(report("pipeline", what, shown, fix))
+        return int(digest(digests), 16) >> 2
+
+
+def calls_of(graph: fx.Graph) -> Iterator[tuple[str, str]]:
+    """What ranks compare of a recording, with the user's lines."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        target: Any = node.target
+        if isinstance(target, Collective):
+            what = f"{target.kind} {target.axes} {target.params}"
+        else:
+            what = getattr(target, "__name__", None) or str(target)
+        given: Any = "" if node.op in ("placeholder", "output") else (node.args, node.kwargs)
+        args = fx.map_arg(given, lambda x: f"%{number[x]}")
+        line = node.meta.get("line", "")
+        said = (node.op, what, args, _shown(node.meta.get("val")))
+        yield " ".join(map(str, filter(None, said))), source_lines.quoted(line) if line else ""
+        for body in bodies_of(node):
+            yield from calls_of(body)
+
+
+def sides_of(graph: fx.Graph, stages: Stages) -> list[Any]:
+    """What ranks compare of how a recording is cut."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    return [[(key, [number[x] for x in nodes]) for key, nodes in of.items()] for of in (stages.tasks, stages.messages)]
+
+
+def digest(x: Any) -> str:
+    """Of anything that prints alike on all ranks."""
+    return hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest()
+
+
+def _shown(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{tuple(val.shape)} {val.stride()} {val.dtype}"
+    return str(list(map(_shown, val))) if isinstance(val, (list, tuple)) else type(val).__name__

@@ -1,0 +1,67 @@
+"""What a pipeline's step gives, as arrays at the places that have it; and a step as one call in another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._core.distributed.blocks import Blocks
+from .._core.distributed.places import at_place, nothing
+from .._core.sharding.layout import WHOLE
+from .ir.graph import Step
+from .staged import Staged
+from .tracing import leaves as leaves_
+
+
+def at_places(staged: Staged, sums: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The sums over the parts of the batch as arrays, each at the place on the axis that has it."""
+    along, found, first = staged.along, [], 0
+    for made in staged.results:
+        places = range(first, first := first + len(made.places))
+        blocks = [_held(sums[i], staged.totals[i]) for i in places]
+        shape = blocks[0].shape if made.spec is None else made.spec.tensor_meta.shape
+        local: Any = blocks[0]
+        if along.simulated:
+            local = Blocks([local] * _ranks(along)) if made.spec is None else leaves_.of_ranks(blocks, made.spec)
+        found.append(along.at(staged.owners[places[0]], local, WHOLE if made.spec is None else made.lies, shape))
+    return found
+
+
+def _held(x: torch.Tensor | None, lies: Any) -> torch.Tensor:
+    return nothing(lies.shape, lies.dtype, lies.device) if x is None else x
+
+
+def _ranks(along: Any) -> int:
+    """How many ranks there are at each place of the axis."""
+    return len(along.lines)
+
+
+def recorded(recorder: Any, staged: Staged, given: Sequence[tuple[int | None, Any, Any]], count: int) -> list[Any]:
+    """A step as a call in the plan that is being recorded: what stands for the sums."""
+    along = staged.along
+    meshes = tuple(at_place(along.mesh, ((along.axis, (owner,)),)) for owner in staged.owners)
+    run = _Run(staged, [(part, node) for part, node, _ in given], count)
+    recorder.read += staged.read
+    return recorder.gives(
+        Step("pipeline", run, effect=True, apart=True, at=meshes), [x for *_, x in given], staged.totals
+    )
+
+
+class _Run:
+    """A step, of the values of its inputs; two are equal where they were recorded alike."""
+
+    def __init__(self, staged: Staged, inputs: Sequence[tuple[int | None, Any]], count: int) -> None:
+        self.staged, self.inputs, self.count = staged, inputs, count
+
+    def __call__(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        self.staged.connect()
+        given = ((part, node, x) for (part, node), x in zip(self.inputs, values, strict=True))
+        return list(map(_held, self.staged(given, self.count), self.staged.totals))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Run) and self.staged.said == other.staged.said
+
+    def __hash__(self) -> int:
+        return hash(self.staged.said)
