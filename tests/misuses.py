@@ -2600,6 +2600,14 @@ def a_pipeline_by_an_unknown_schedule(mesh):
 
 
 @misuse
+def a_pipeline_that_gathers_by_layer(mesh):
+    """TransformError
+    pipeline: gather must be "step" or "microbatch", but it is 'layer'
+    """
+    vfn.pipeline(layers, "dp", microbatches=2, gather="layer")
+
+
+@misuse
 def a_pipeline_whose_cuts_are_a_number(mesh):
     """TransformError
     pipeline: cuts must be "balanced", or a list of numbers or names of cuts, but it is 3

@@ -397,6 +397,32 @@ def test_stages_on_meshes_of_other_axes(name: str) -> None:
     assert all(same(found, wanted_step(name)))
 
 
+def gathered(params, x, y):
+    """FSDP: each layer's parameters are split, and brought together where they are used."""
+    for w, b in params:
+        w, b = vfn.with_sharding((w, b), P())
+        x = vfn.cut(torch.tanh(x @ w + b))
+    return (x - y).square().mean()
+
+
+def test_parameters_are_gathered_once_a_step_or_by_each_task() -> None:
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("dp",))
+        given = vfn.shard((LAYERS, X, Y), mesh, P("dp"))
+        wanted = vfn.unshard(vfn.optim.microbatches(vfn.value_and_grad(gathered), 2)(*given))
+    # each layer has two; and backward goes through the weights of all but the first
+    for gather, often in (("step", [{"PRE": 4}, {"PRE": 4}]), ("microbatch", [{"F": 4, "W": 1}, {"F": 4, "B": 2}])):
+        with vfn.simulate(4):
+            mesh = vfn.make_mesh((2, 2), ("pp", "dp"))
+            piped = vfn.pipeline(gathered, "pp", microbatches=2, cuts=[1], gather=gather)
+            found = vfn.value_and_grad(piped)(*vfn.shard((LAYERS, X, Y), mesh, P("dp")))
+            assert all(same(vfn.unshard(found), wanted))
+        tasks = next(iter(piped._plans.values())).stages.tasks
+        for (kind, stage), nodes in tasks.items():
+            gathers = [node for node in nodes if getattr(node.target, "kind", "") == "all_gather"]
+            assert len(gathers) == often[stage].get(kind, 0)
+
+
 V = Schedule((0, 1, 1, 0), rows("0F0 0F1 3F0 3B0 3F1 3BW1 3W0 0B0 0BW1 0W0", "1F0 2F0 1F1 2F1 2BW0 1BW0 2B1 1BW1 2W1"))
 
 

@@ -63,6 +63,7 @@ def pipeline(
     schedule: Any = "1f1b",
     chunks: int | None = None,
     cuts: Any = "balanced",
+    gather: str = "step",
     has_aux: bool = False,
 ) -> Pipelined:
     """`f`, whose stages run on the ranks along an axis of the mesh, each a part of the batch after the other.
@@ -89,6 +90,8 @@ def pipeline(
         chunks: how many stages a rank has, where the schedule is ``"interleaved"``.
         cuts: which cuts are used: ``"balanced"``, so that the longest stage is predicted to be as short as it can be; or a list
             of their numbers, in the program's order, or of their names. Others mean nothing.
+        gather: how often a stage's parameters are gathered that are split over other axes (FSDP), and are computed with whole:
+            once a ``"step"``, and kept for it; or for each ``"microbatch"``, by its forward and by its backward task.
         has_aux: whether `f` gives a pair.
 
     Returns:
@@ -124,7 +127,10 @@ def pipeline(
     if cuts != "balanced" and (given is None or not all(type(x) in (int, str) for x in given)):
         what = f'cuts must be "balanced", or a list of numbers or names of cuts, but it is {short(cuts)}'
         raise TransformError(report("pipeline", what))
-    return Pipelined(f, axis_name, microbatches, schedule, cuts if given is None else given, has_aux)
+    if gather not in ("step", "microbatch"):
+        what = f'gather must be "step" or "microbatch", but it is {short(gather)}'
+        raise TransformError(report("pipeline", what))
+    return Pipelined(f, axis_name, microbatches, schedule, cuts if given is None else given, gather, has_aux)
 
 
 def _found(schedule: Any, chunks: int | None) -> Any:
@@ -161,10 +167,12 @@ class _Divided(NamedTuple):
 class Pipelined:
     """A pipelined function; made by `pipeline`."""
 
-    def __init__(self, f: Callable[..., Any], axis: str, count: int, schedule: Any, cuts: Any, has_aux: bool) -> None:
+    def __init__(
+        self, f: Callable[..., Any], axis: str, count: int, schedule: Any, cuts: Any, gather: str, has_aux: bool
+    ) -> None:
         functools.update_wrapper(self, f)
         self._f, self._axis, self._count, self._schedule, self._cuts = f, axis, count, schedule, cuts
-        self._has_aux = has_aux
+        self._gather, self._has_aux = gather, has_aux
         self._plans: OrderedDict[Any, Staged] = OrderedDict()
         self._within: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()  # those made in a recording
         self._schedules: dict[int, schedules.Schedule] = {}  # by the number of ranks
@@ -310,7 +318,7 @@ class Pipelined:
         name = getattr(self._f, "__name__", type(self._f).__name__)
 
         def made(within: bool = False) -> Staged:
-            found = Staged(call, varying, count, names, homes, along, schedule, self._cuts, name, within)
+            found = Staged(call, varying, count, names, homes, along, schedule, self._cuts, name, self._gather, within)
             check_results(tree.paths(tree.unflatten(found.out_def, found.like), "result"), found.like, "pipeline")
             return found
 

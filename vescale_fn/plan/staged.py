@@ -44,6 +44,7 @@ class Staged:
         schedule: which rank runs what when.
         cuts: which cuts are used.
         name: of the function.
+        gathers: how often parameters are gathered (`CutStep`).
         within: whether another recording is at work, of which a step will be a call: ranks compare this plan, and connect,
             when it first runs (`connect`).
 
@@ -69,13 +70,14 @@ class Staged:
         schedule: Any,
         cuts: Any,
         name: str,
+        gathers: str,
         within: bool = False,
     ) -> None:
         self.along, self.schedule, self.name = along, schedule, name
         self.varying, self._parameters = frozenset(varying), len(homes)
         self._consensus = Consensus(name, along, call, within)
         recorded = self._consensus.recorded
-        how = f"{schedule.placement} {schedule.order} {homes} {varying} {gradients} {cuts}"
+        how = f"{schedule.placement} {schedule.order} {homes} {varying} {gradients} {cuts} {gathers}"
         said = [*calls_of(recorded.graph), (f"a schedule, or arguments, of digest {digest(how)}", "")]
         self.said = digest([what for what, _ in said])
         self._consensus.say(said)
@@ -89,7 +91,7 @@ class Staged:
         self._check_results()
         self.graph = graph
         self._check_meshes(graph)
-        step = self._step(graph, gradients)
+        step = self._step(graph, gradients, gathers)
         self.homes = homes
         held = {x: home for i, xs in self.places if i < len(homes) and (home := homes[i]) is not None for x in xs}
         self.stages = chosen(step, recorded.cuts, cuts, schedule.placement, held)
@@ -181,7 +183,7 @@ class Staged:
             fix = "all arrays as arguments, those that are no batch by keyword"
             raise TransformError(report("pipeline", what, [f"at {source_lines.quoted(line)}"] if line else [], fix))
 
-    def _step(self, graph: fx.Graph, gradients: int) -> CutStep:
+    def _step(self, graph: fx.Graph, gradients: int, gathers: str) -> CutStep:
         nodes: Any = output(graph).args[0]
         values: list[fx.Node] = []
         grads: list[tuple[fx.Node, int]] = []
@@ -200,7 +202,7 @@ class Staged:
         self.like = [nodes[made.places[0]].meta["val"] for made in self.results]
         of_parameters = {x: i for i, xs in self.places for x in xs if i < self._parameters}
         batch = frozenset(x for i, xs in self.places for x in xs if i in self.varying)
-        return CutStep(graph, values, grads, of_parameters, batch)
+        return CutStep(graph, values, grads, of_parameters, batch, gathers)
 
     def uses(self) -> list[set[int]]:
         """For each parameter the coordinates on the axis whose stages use it."""

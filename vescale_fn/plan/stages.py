@@ -20,6 +20,7 @@ from torch import fx
 from .._core.base.errors import TransformError
 from .._core.base.messages import report
 from .._core.base.source_lines import quoted
+from .._core.distributed.collectives import Collective
 from .ir.cuts import CROSSES, CUT, UNCUT
 from .ir.graph import calls, copied, has_effect, name_of, operator_of
 from .ir.nested import bodies_of, reached
@@ -55,6 +56,7 @@ class CutStep:
         gradients: nodes, each with the parameter's number whose gradient, or a rank's block of it, it is.
         parameters: the inputs that belong to a parameter, with its number.
         batch: the inputs that differ from part to part.
+        gathers: how often parameters are gathered: once a "step"; or by each task of each "microbatch" that uses them.
     """
 
     graph: fx.Graph
@@ -62,6 +64,7 @@ class CutStep:
     gradients: Sequence[tuple[fx.Node, int]]
     parameters: dict[fx.Node, int]
     batch: frozenset[fx.Node]
+    gathers: str = "step"
 
 
 @dataclass
@@ -294,6 +297,21 @@ class _Cutting:
                 if kinds[whole] != kinds[call]:
                     kinds[call] = kinds[whole]
         self.every = every
+        self.again = self._made_again()
+
+    def _made_again(self) -> dict[StageCall, set[str]]:
+        """The tasks that make what is gathered of parameters, and what follows of it alone, each for itself."""
+        gathered: set[fx.Node] = set()
+        for node in self.nodes if self.step.gathers == "microbatch" else ():
+            alone = node not in self.stage and node in self.of_parameters and node not in self.of_batch
+            if alone and (isinstance(node.target, Collective) or not gathered.isdisjoint(node.all_input_nodes)):
+                gathered.add(node)
+        found: dict[StageCall, set[str]] = {}
+        for call in reversed(self.every):
+            for made in self.inputs(call):
+                if made.node in gathered:
+                    found.setdefault(made, set()).update(found.get(call) or {self.kinds[call]})
+        return found
 
     def _fill(self, stages: Stages) -> None:
         stages.tasks = {(kind, s): [] for s in range(self.count) for kind in ORDER}
@@ -301,7 +319,8 @@ class _Cutting:
         wanted: list[tuple[StageCall, str, int]] = []
         for call in self.every:
             kind = self.kinds[call]
-            stages.tasks[kind, call.stage].append(call.node)
+            for task in self.again.get(call, (kind,)):
+                stages.tasks[task, call.stage].append(call.node)
             for made in self.inputs(call):
                 if made.stage != call.stage:
                     self._check_memory(call.node)
