@@ -1,5 +1,6 @@
 """`vfn.elastic`: the bits of an undisturbed run, whoever is killed, stopped or lost, and however many processes there are."""
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ import torch.distributed as dist
 import vescale_fn as vfn
 from benchmarks import chaos
 from vescale_fn import P
-from vescale_fn._core.distributed import restarts, worker
+from vescale_fn._core import torch_internals
+from vescale_fn._core.distributed import process_end, restarts, worker
 from vescale_fn.checkpoint import memory_files, shares
 from vescale_fn.checkpoint.buddies import Copies
 from vescale_fn.checkpoint.recovery import Survey
@@ -197,6 +200,7 @@ PROGRAM = """
     sys.path[:0] = [{tests!r}, os.path.dirname({tests!r})]
     import torch.distributed as dist
     import test_elastic
+    from vescale_fn._core.distributed import process_end
 
     def kill(folder, i):
         if i == 5 and dist.get_rank() == 1 and test_elastic.once(folder, "killed"):
@@ -205,8 +209,7 @@ PROGRAM = """
     found = test_elastic.follow(pathlib.Path({folder!r}), kill)
     rank = os.environ["RANK"]
     pathlib.Path({folder!r}, "found-" + rank).write_text(repr(found))
-    dist.barrier()
-    dist.destroy_process_group()  # as torch asks of programs: a process that ends with a group now and then aborts in C++
+    process_end._at_work = lambda: (pathlib.Path({folder!r}, "let go " + rank).touch(), iter(()))[1]
 """
 
 
@@ -225,6 +228,33 @@ def test_under_torchrun(undisturbed, tmp_path):
     found = [eval((tmp_path / f"found-{rank}").read_text()) for rank in range(2)]
     assert [each[:2] for each in found] == [(undisturbed, 8)] * 2
     assert all(each[2] in ([5, 6, 7, 8], [6, 7, 8]) for each in found)
+    assert len([*tmp_path.glob("let go *")]) == 2  # at the end, where threads that hold tensors would abort the process
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the system does not say what threads do")
+def test_a_process_that_ends_waits_for_the_threads_of_gloo_that_work_and_for_no_others():
+    done, held = [], threading.Lock()
+
+    def named(work):
+        def run():
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(torch_internals.GLOO_THREAD)
+            begun.set()
+            work()
+            done.append(work)
+
+        begun = threading.Event()
+        thread = threading.Thread(target=run)
+        thread.start()
+        begun.wait()
+        return thread
+
+    compute = lambda: [hashlib.sha256(bytes(2**24)).digest() for _ in range(8)]  # without Python's lock
+    with held:
+        threads = [named(held.acquire), named(compute)]
+        process_end.let_go()
+        assert done == [compute]
+    for thread in threads:
+        thread.join()
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

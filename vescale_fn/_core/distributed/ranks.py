@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
 import os
@@ -19,7 +20,7 @@ from ..base import context, state
 from ..base.errors import MeshError
 from ..base.front_door import public
 from ..base.messages import described, meant, report, short
-from . import environment
+from . import environment, process_end
 from .deterministic import called_under, check_divides
 from .engines import ENGINES, Engine
 from .fork_server import run_fresh
@@ -28,6 +29,7 @@ from .remote import run_on
 from .restarts import started_again
 from .worker import Settings, time_of
 
+atexit.register(process_end.let_go)  # on import: what is registered later, as for saves that go on, comes before it
 MOST_PLAYED = 2**20  # ranks: beyond that a number is a mistake, which would take all memory
 
 # Simulated

@@ -19,6 +19,7 @@ from .autograd import (
     saved_tensor_hooks,
 )
 from .distributed import (
+    GLOO_THREAD,
     all_gather_single,
     ask_before_groups,
     default_store,
@@ -196,6 +197,7 @@ from .tensor_memory import (
 
 __all__ = [
     "HELD",
+    "GLOO_THREAD",
     "LOCAL",
     "NO_VALUE_ERRORS",
     "DTensorSpec",

@@ -21,6 +21,9 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+GLOO_THREAD = "pt_gloo_runloop"  # as Linux knows the threads of a process group of gloo's, in which collectives run
+
+
 def ask_before_groups(
     ask: Callable[[], None], ask_of_name: Callable[[str], None], ask_of_mesh: Callable[[Any, str], None]
 ) -> None:
