@@ -194,6 +194,12 @@ def on_a_rank(folder: str) -> tuple:
     loops = vfn.jit(lambda w: vfn.cond(w.sum() > 0, lambda: torch.ones(2), lambda: torch.zeros(2)))(x)
     with vfn.strict(), pytest.raises(vfn.errors.ReshardError, match="strict: this op needs a move"):  # on all ranks
         x.flip(0)
+    line = vfn.make_mesh((4,), ("pp",))
+    four = [
+        vfn.shard(values()[0], line, P(at={"pp": i})) for i in range(4)
+    ]  # on each rank three numbers stand for others
+    norm = vfn.jit(vfn.optim.global_norm)(four)
+    torch.testing.assert_close(vfn.unshard(norm), vfn.optim.global_norm([values()[0]] * 4))
     shown = repr(x).splitlines()[1][:9]
     return mesh.get_coordinate()[0], nothing, len(log), shown, program(mesh), moved(mesh, few), loops.tolist()
 

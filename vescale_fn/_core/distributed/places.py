@@ -186,10 +186,11 @@ def stand_in(x: Any) -> Any:
     return nothing(x.shape, x.dtype, x.device)
 
 
-def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """One number, shown at every place of a shape."""
+def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device, own: bool = False) -> torch.Tensor:
+    """One number, shown at every place of a shape; `own`: in memory of its own, even where it is a number alone."""
     with torch_internals.unrecorded(), torch_internals.no_torch_function():
-        return _number(dtype, device).expand(shape)
+        shown = _number(dtype, device).expand(shape)
+        return shown.clone(memory_format=torch.contiguous_format) if own else shown
 
 
 def is_stand_in(x: torch.Tensor) -> bool:
@@ -230,7 +231,7 @@ class Elsewhere(ProcessGroup):
         self, kind: Kind, x: Any, axes: tuple[str, ...], params: Sequence[Any], later: bool = False, **how: Any
     ) -> Any:
         shape = kind.result_shape(x.shape, self.size(axes), params)
-        return nothing(shape, x.dtype, x.device).contiguous()  # a plan may write into it
+        return nothing(shape, x.dtype, x.device, own=True)  # a plan may write into it
 
     def everyone(self, mine: Sequence[Sequence[Any]], why: str) -> list[list[Any]]:
         return [[leaf[0] for leaf in mine]] * math.prod(axes_of(self.mesh).values())

@@ -126,9 +126,9 @@ def _stand_in(graph: fx.Graph, x: fx.Node, whole: bool) -> fx.Node:
 
 
 def _made(what: Sequence[Any], whole: bool, several: bool) -> Any:
-    found = [nothing(*one) for one in what]
+    found = [nothing(*one, own=whole) for one in what]
     if whole:  # an index that is nothing must not end the program
-        found = [x.contiguous() if x.is_floating_point() or x.is_complex() else torch.zeros_like(x) for x in found]
+        found = [x if x.is_floating_point() or x.is_complex() else torch.zeros_like(x) for x in found]
     return found if several else found[0]
 
 
