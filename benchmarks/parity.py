@@ -1,7 +1,7 @@
 """Loss curves on meshes beside those of one device: every model, every parallelism, every mesh of up to 8 simulated ranks.
 
 No clock is read. A step is loss, gradients, clipping by their norm and AdamW, with dropout on (but in zigzag order, where
-it goes by another order than on one device), replayed from one plan. In
+it goes by another order than on one device), replayed from one plan. A pipeline's is beside the same parts of the batch. In
 float64 sums in another order explain a difference of 1e-15 or so, and a mistake always shows; in float32 curves drift apart.
 ``python -m benchmarks.parity`` runs all of it, hours on two cores; ``--sample`` one mesh of each row, the largest; ``--models
 llama,dit`` and ``--rows fsdp,tp+sp`` some rows, the others of the table staying. tests/test_parallelisms.py runs a few steps.
@@ -26,6 +26,7 @@ from vescale_fn._core.base import tree
 from vescale_fn.recipes import dit, gpt, llama, mixtral, models, parallel, resnet
 
 BATCH, LENGTH, LARGEST = 8, 12, 8
+MICROBATCHES, SCHEDULE = 2, "zb-h1"  # of pipelines
 EXACT, DRIFTING = (torch.float64, 20, 1e-12), (torch.float32, 100, 6e-5)  # dtype, steps, largest difference of losses
 KEY = vfn.random.key(0)
 CONFIGS = {
@@ -39,7 +40,8 @@ CONFIGS = {
 }
 ROWS = (
     "dp zero1 zero2 fsdp fsdp+remat fsdp+reshard hsdp tp tp+sp vp cp cp-zigzag cp-gather cp-ulysses ep "
-    "dp+tp zero1+tp zero2+tp+sp fsdp+tp fsdp+tp+sp+vp+remat hsdp+tp dp+cp fsdp+cp+tp dp+ep fsdp+ep+tp dp+cp+ep"
+    "dp+tp zero1+tp zero2+tp+sp fsdp+tp fsdp+tp+sp+vp+remat hsdp+tp dp+cp fsdp+cp+tp dp+ep fsdp+ep+tp dp+cp+ep "
+    "pp pp+zero1 pp+fsdp pp+tp+sp pp+fsdp+tp+vp+remat pp+hsdp pp+cp pp+fsdp+ep"
 ).split()
 
 
@@ -52,34 +54,38 @@ class Run(NamedTuple):
     mask: torch.Tensor
 
 
-def has_dropout(text: str) -> bool:
-    """Whether a row of parallelisms is run with dropout."""
-    return "cp-zigzag" not in text.split("+")
+def alone(text: str) -> str:
+    """What one device runs beside a row of parallelisms: the parts of a pipeline; without dropout where positions lie in
+    zigzag order."""
+    return "pp" if "pp" in text.split("+") else "cp-zigzag" if "cp-zigzag" in text.split("+") else ""
 
 
-def train(
-    name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any = None, jit: bool = True, dropout: bool = True
-) -> Run:
-    """Train a model; on a mesh, by the parallelisms that `text` names."""
-    layout = parallel.parallel(text, mesh) if text else parallel.ONE_DEVICE
+def train(name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any = None, jit: bool = True) -> Run:
+    """Train a model by the parallelisms that `text` names; without a mesh, as one device does beside them, see `alone`."""
+    layout = parallel.ONE_DEVICE if mesh is None else parallel.parallel(text, mesh)
     model, config = models.MODELS[name], models.laid_out(CONFIGS[name], layout)
-    config = config if dropout else dataclasses.replace(config, dropout=0.0)
+    config = dataclasses.replace(config, dropout=0.0) if "cp-zigzag" in text else config
+    loss = lambda params, batch, key: model.loss(params, batch, config, key)
+    if alone(text) == "pp":
+        loss = vfn.pipeline(loss, "pp", microbatches=MICROBATCHES, schedule=SCHEDULE)
     optimizer = vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), vfn.optim.adamw(3e-3))
     specs, mask = parallel.Specs(P(), P(), P()), torch.ones(BATCH, LENGTH, 6, dtype=dtype)
     if mesh is None:
         params = model.init(KEY, config, dtype)
     else:
-        specs = layout.specs(vfn.eval_shape(model.init, KEY, config, dtype), model.NAMES, mesh)
+        shapes = vfn.eval_shape(model.init, KEY, config, dtype)
+        batch = vfn.shard(models.random_batch(KEY, config, BATCH, LENGTH, dtype), mesh, layout.spec("batch"))
+        specs = layout.specs(shapes, model.NAMES, mesh).staged(loss, shapes, batch, KEY)
         params = vfn.init(model.init, KEY, config, dtype, spec=specs.params, mesh=mesh)
         mask = vfn.shard(mask, mesh, layout.spec("batch", "norm_length"))
     first, state, losses = vfn.unshard(params), specs.init(optimizer, params), []
 
     def step(params: Any, state: Any, batch: Any, key: vfn.random.Key) -> Any:
-        value, grads = vfn.value_and_grad(model.loss)(params, batch, config, key)
+        value, grads = vfn.value_and_grad(loss)(params, batch, key)
         params, state = specs.update(optimizer, grads, state, params)
         return params, state, value
 
-    run = vfn.jit(step) if jit else step
+    run = layout.jit(step) if jit else step
     for i in range(steps):
         batch = models.random_batch(vfn.random.fold_in(KEY, i % 4), config, BATCH, LENGTH, dtype)
         batch = batch if mesh is None else vfn.shard(batch, mesh, layout.spec("batch"))
@@ -92,7 +98,7 @@ def on_mesh(name: str, dtype: torch.dtype, steps: int, text: str, sizes: dict[st
     """Train on a mesh of these axes, of the ranks that there are."""
     mesh = vfn.make_mesh(tuple(sizes.values()), tuple(sizes))
     with vfn.use_mesh(mesh):
-        return train(name, dtype, steps, text, mesh, jit, has_dropout(text))
+        return train(name, dtype, steps, text, mesh, jit)
 
 
 def apart(one: Run, other: Run) -> float:
@@ -106,16 +112,22 @@ def apart(one: Run, other: Run) -> float:
 
 def meshes(name: str, text: str, largest: int = LARGEST) -> Iterator[dict[str, int]]:
     """The meshes of 2 to `largest` ranks for a parallelism: all sizes of its axes from 2 on, but that ranks which share a
-    sequence need as many positions each, or by exchange as many heads, and those that share experts as many of these."""
+    sequence need as many positions each, or by exchange as many heads, those that share experts as many of these, and that
+    there are three stages at most."""
     config, layout = CONFIGS[name], parallel.parallel(text)
     positions = (config.size // config.patch) ** 2 if name == "dit" else LENGTH
     if layout.method == "all_to_all":
         positions = math.gcd(positions, config.heads)
     positions //= 1 if layout.zigzag == 0 else 2
-    axes = [axis for axis in parallel.AXES if any(axis in names for _, names in layout.dims)]
+    axes = [
+        axis
+        for axis in parallel.AXES
+        if any(axis in names for _, names in layout.dims) or (axis == "pp" and layout.stages)
+    ]
     for sizes in itertools.product(range(2, largest + 1), repeat=len(axes)):
         found = dict(zip(axes, sizes))
-        if math.prod(sizes) <= largest and not positions % found.get("cp", 1) and not 4 % found.get("ep", 1):
+        divides = not positions % found.get("cp", 1) and not 4 % found.get("ep", 1)
+        if math.prod(sizes) <= largest and divides and found.get("pp", 1) <= 3:
             yield found
 
 
@@ -138,9 +150,9 @@ def main() -> None:
         worst = {}
         for kind in EXACT, DRIFTING:
             dtype, steps, _ = kind
-            key = name, dtype, has_dropout(text)
+            key = name, dtype, alone(text)
             if key not in one:
-                one[key] = train(name, dtype, steps, dropout=key[2])
+                one[key] = train(name, dtype, steps, key[2])
             worst[dtype] = 0.0
             for sizes in every if kind is EXACT else every[-1:]:
                 with vfn.simulate(math.prod(sizes.values())):

@@ -18,7 +18,7 @@ from benchmarks import parity
 from vescale_fn import P
 from vescale_fn._core.base import tree
 from vescale_fn.recipes import count_lines, gpt, layers, llama, mixtral, models
-from vescale_fn.recipes.parallel import AXES, ONE_DEVICE, TABLE, Layout, ParallelError, Specs, parallel
+from vescale_fn.recipes.parallel import AXES, ONE_DEVICE, TABLE, WORDS, Layout, ParallelError, Specs, parallel
 
 # The same numbers as on one device. float64, sums in another order: a relative 1e-16 an addition
 
@@ -30,10 +30,12 @@ SAMPLE = [
     ("llama", "zero2+tp", {"dp": 2, "tp": 4}),  # more ranks than heads of keys
     ("llama", "hsdp+tp", {"replica": 2, "dp": 2, "tp": 2}),
     ("mixtral", "fsdp+cp+ep", {"dp": 2, "cp": 2, "ep": 2}),
-    ("dit", "fsdp+reshard", {"dp": 2}),
+    ("dit", "pp+fsdp+reshard", {"pp": 2, "dp": 2}),
     ("dit", "cp-ulysses+tp+sp", {"cp": 2, "tp": 2}),
     ("gpt", "cp-zigzag+tp+sp+vp+remat", {"cp": 2, "tp": 2}),
     ("resnet", "fsdp+tp", {"dp": 2, "tp": 2}),
+    ("resnet", "pp+zero2", {"pp": 3, "dp": 2}),
+    ("gpt", "pp+zero1+tp", {"pp": 2, "dp": 2, "tp": 2}),  # whose embedding two stages use
 ]
 PLANS = [("llama", "zero1", {"dp": 2})]
 ALONE = {}
@@ -41,9 +43,9 @@ PAGE = Path(count_lines.__file__).parent / "README.md"
 
 
 def one_device(name, text=""):
-    key = name, parity.has_dropout(text)
+    key = name, parity.alone(text)
     if key not in ALONE:
-        ALONE[key] = parity.train(name, torch.float64, 2, jit=False, dropout=key[1])
+        ALONE[key] = parity.train(name, torch.float64, 2, key[1], jit=False)
     return ALONE[key]
 
 
@@ -66,9 +68,15 @@ def test_a_replayed_step_gives_the_numbers_of_one_device(name, text, sizes):
         close(parity.on_mesh(name, torch.float64, 2, text, sizes), one_device(name))
 
 
+def two_runs():
+    on = lambda text, sizes: parity.on_mesh("mixtral", torch.float64, 2, text, sizes, False)
+    return on("fsdp+ep", {"dp": 2, "ep": 2}), on("pp+zero1", {"pp": 2, "dp": 2})
+
+
 def test_real_ranks_give_the_numbers_of_one_device(gloo):
-    for found in gloo(4, parity.on_mesh, "mixtral", torch.float64, 2, "fsdp+ep", {"dp": 2, "ep": 2}, False):
+    for found, staged in gloo(4, two_runs):
         close(found, one_device("mixtral"))
+        close(staged, one_device("mixtral", "pp"))
 
 
 def test_a_difference_is_seen():
@@ -82,7 +90,7 @@ def test_a_difference_is_seen():
 def test_the_whole_list_has_every_model_parallelism_and_mesh():
     found = list(parity.rows(list(parity.CONFIGS), list(parity.ROWS)))
     assert {name for name, _ in found} == set(models.MODELS) == set(parity.CONFIGS)
-    assert {word for _, text in found for word in text.split("+")} == {*TABLE, "remat", "reshard"} - {"zero3"}
+    assert {word for _, text in found for word in text.split("+")} == {*TABLE, *WORDS} - {"zero3"}
     assert {text for name, text in found if name == "resnet"} == {
         "dp",
         "zero1",
@@ -96,10 +104,15 @@ def test_the_whole_list_has_every_model_parallelism_and_mesh():
         "zero1+tp",
         "fsdp+tp",
         "hsdp+tp",
+        "pp",
+        "pp+zero1",
+        "pp+fsdp",
+        "pp+hsdp",
     }
     assert list(parity.meshes("gpt", "hsdp", 6)) == [{"replica": a, "dp": b} for a, b in ((2, 2), (2, 3), (3, 2))]
     assert [*parity.meshes("gpt", "fsdp")] == [{"dp": n} for n in range(2, 9)]
     assert [*parity.meshes("gpt", "cp-zigzag")] == [{"cp": n} for n in (2, 3, 6)]
+    assert [*parity.meshes("gpt", "pp+cp")] == [{"pp": a, "cp": b} for a, b in ((2, 2), (2, 3), (2, 4), (3, 2))]
     assert [*parity.meshes("dit", "cp")] == [{"cp": n} for n in (2, 4, 8)]
     assert [*parity.meshes("mixtral", "dp+ep")] == [{"dp": a, "ep": b} for a, b in ((2, 2), (2, 4), (3, 2), (4, 2))]
 
@@ -326,13 +339,13 @@ def test_one_device_states_nothing():
             "fdsp",
             None,
             "'fdsp': 'fdsp' is none of them; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, cp-zigzag, cp-gather, "
-            "cp-ulysses, ep, zero3, remat, reshard, joined by +: fsdp+tp+remat",
+            "cp-ulysses, ep, zero3, remat, reshard, pp, joined by +: fsdp+tp+remat",
         ),
         (
             "dp+dp",
             None,
             "'dp+dp': a name stands there twice; write names from dp, zero1, zero2, fsdp, hsdp, tp, sp, vp, cp, "
-            "cp-zigzag, cp-gather, cp-ulysses, ep, zero3, remat, reshard, joined by +: fsdp+tp+remat",
+            "cp-zigzag, cp-gather, cp-ulysses, ep, zero3, remat, reshard, pp, joined by +: fsdp+tp+remat",
         ),
         ("cp+cp-gather", None, "'cp+cp-gather': cp and cp-gather share one sequence in two ways; leave one of them"),
         (

@@ -305,9 +305,9 @@ def test_ranks_in_zigzag_order_may_have_uneven_parts(capsys):
 
 @pytest.mark.gloo
 def test_runs_and_checks_on_processes(capfd):
-    assert train.main([*TINY, "--check", "--device", "cpu", "--parallel", "tp+sp", "--mesh", "tp=2"]) == 0
+    assert train.main([*TINY, "--check", "--device", "cpu", "--parallel", "pp", "--mesh", "pp=2"]) == 0
     out = capfd.readouterr().out
-    assert "mesh (tp=2): 2 processes, on cpu" in out
+    assert "pp on mesh (pp=2): 2 processes, on cpu" in out
     assert out.count("step 3/3") == 1  # one rank talks
     assert re.search(r"largest difference \d\.\de[-+]\d\d: below 1e-05", out)
 
@@ -321,15 +321,37 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--mesh pp=2", "'pp=2' in 'pp=2': write it like dp=2,tp=2, with axes of replica, dp, cp, ep, tp"),
+        ("--mesh qq=2", "'qq=2' in 'qq=2': write it like dp=2,tp=2, with axes of pp, replica, dp, cp, ep, tp"),
         ("--mesh dp=0", "'dp=0' in 'dp=0': write it like dp=2,tp=2"),
         ("--mesh dp=1,tp=3", "tp=3 must divide --heads 4"),
-        ("--parallel fsdp+pp", "'fsdp+pp': 'pp' is none of them; write names from dp, zero1"),
+        ("--parallel fsdp+qq", "'fsdp+qq': 'qq' is none of them; write names from dp, zero1"),
         ("--parallel fsdp", "the mesh is dp=2, tp=2, but 'fsdp' leaves tp idle"),
         ("--parallel dp+ep --mesh dp=2,ep=2", "--parallel dp+ep: llama has no dims for all of these"),
         (
             "--parallel cp-zigzag --mesh cp=2",
             "--parallel cp-zigzag: a token's dropout goes by its place, which is another: --dropout 0",
+        ),
+        ("--parallel pp", "--parallel pp needs ranks for at least two stages: --mesh pp=2,..."),
+        ("--parallel dp --mesh pp=2,dp=2", "the mesh is pp=2, dp=2, but 'dp' leaves pp idle"),
+        ("--schedule zbv", "--schedule is about a pipeline: it needs --parallel pp+... and --mesh pp=2,..."),
+        ("--parallel pp --mesh pp=2 --schedule 2f2b", "argument --schedule: invalid choice: '2f2b'"),
+        (
+            "--parallel pp --mesh pp=2 --deterministic 2",
+            "--parallel pp: the stages of a pipeline do not run with --deterministic or --elastic",
+        ),
+        (
+            "--parallel pp --mesh pp=2 --accumulate 2",
+            "--parallel pp: a pipeline has the parts of a batch already, --microbatches N: not with --accumulate",
+        ),
+        ("--parallel pp --mesh pp=2 --microbatches 0", "--microbatches 0 must be at least 1"),
+        ("--parallel pp --mesh pp=2 --microbatches 5", "--microbatches 5 must divide --batch 16"),
+        (
+            "--parallel pp --mesh pp=2 --schedule dualpipev --microbatches 2 --layers 3",
+            "--microbatches 2 must be at least 4",
+        ),
+        (
+            "--parallel pp --mesh pp=2 --schedule zbv",
+            "--schedule zbv on pp=2 has 4 stages, and --layers 2 are cut into 3 at most",
         ),
         ("--resume", "--resume needs --checkpoints FOLDER, where they are"),
         ("--evaluate", "--evaluate needs --checkpoints FOLDER, where they are"),
@@ -490,4 +512,4 @@ def test_lines_for_distribution_are_counted(capsys):
     counts = [int(line.split()[0]) for line in (program, start, total)]
     assert counts[0] + counts[1] == counts[2]
     assert total == f"{counts[2]} lines in all"
-    assert 5 < counts[0] < 40  # names of dims, where values are stated to lie by them, `shard`: not more is needed
+    assert 5 < counts[0] < 45  # names of dims, where values are stated to lie by them, `shard`: not more is needed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vescale_fn._core.base.messages import meant
 
-from . import process_options  # mesh: start
+from . import pipeline_options, process_options  # mesh: start
 
 PROGRAM = "vescale_fn.recipes.train"
 EXAMPLES = """\
@@ -18,13 +18,14 @@ EXAMPLES = """\
     python -m vescale_fn.recipes.train --mesh dp=1,tp=1                 one device
     python -m vescale_fn.recipes.train --simulate                       the same mesh, played by this process
     python -m vescale_fn.recipes.train --model mixtral --parallel fsdp+ep --mesh dp=2,ep=2
+    python -m vescale_fn.recipes.train --parallel pp+fsdp --mesh pp=2,dp=2 --schedule zb-h1
     python -m vescale_fn.recipes.train --optimizer muon --precision bf16 --accumulate 4
     python -m vescale_fn.recipes.train --config run.toml --checkpoints run --resume
     python -m vescale_fn.recipes.train --config run.toml --checkpoints run --evaluate
     torchrun --nproc-per-node 4 -m vescale_fn.recipes.train
 """
 MODELS = ("gpt", "llama", "mixtral")
-AXES = ("replica", "dp", "cp", "ep", "tp")  # those of a mesh: major first  # mesh: start
+AXES = ("pp", "replica", "dp", "cp", "ep", "tp")  # those of a mesh: major first  # mesh: start
 RATES = {
     "adamw": 4e-3,
     "lion": 1e-3,
@@ -88,6 +89,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     if virtual not in (None, ranks):  # mesh: start
         parser.error(f"--deterministic {virtual}: the mesh has {ranks} ranks, and must have as many")  # mesh: start
     process_options.check(options, parser)  # mesh: start
+    pipeline_options.check(options, parser)  # mesh: start
     options.lr = RATES[options.optimizer] if options.lr is None else options.lr
     return options
 
@@ -121,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     same = "the same bits, whatever number of processes plays the N ranks; with their digest"  # mesh: start
     parser.add_argument("--deterministic", type=int, metavar="N", help=same)  # mesh: start
     process_options.add(parser)  # mesh: start
+    pipeline_options.add(parser)  # mesh: start
     parser.add_argument("--optimizer", choices=RATES, default="adamw", help="which optimiser (adamw)")
     rates = ", ".join(f"{name} {rate:g}" for name, rate in RATES.items())
     parser.add_argument("--lr", type=float, metavar="N", help=f"peak learning rate ({rates})")

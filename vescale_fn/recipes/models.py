@@ -22,7 +22,7 @@ DIMS = {
     "dit": {"tp", "sp", *METHODS} - {"cp-zigzag"},
     "resnet": {"tp"},
 }
-ANY = {"dp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "remat", "reshard"}
+ANY = {"pp", "dp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "remat", "reshard"}
 MODELS: dict[str, ModuleType] = {"gpt": gpt, "llama": llama, "mixtral": mixtral, "dit": dit, "resnet": resnet}
 
 

@@ -44,8 +44,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "ep": {"batch": ("ep",), "experts": ("ep",)},
 }
 TABLE["zero3"] = TABLE["fsdp"]
-# No rows: in the backward pass each block is computed and gathered again, or its parameters alone are gathered again.
-REMAT, RESHARD = "remat", "reshard"
+# No rows: in the backward pass each block is computed and gathered again, or its parameters alone are gathered again; or the
+# ranks along an axis run stages of the program, which splits no dim.
+WORDS = REMAT, RESHARD, STAGES = "remat", "reshard", "pp"
 Rules = Sequence[tuple[str, P]]
 
 
@@ -59,6 +60,14 @@ class Specs(NamedTuple):
     params: Any
     grads: Any
     state: Any
+
+    def staged(self, loss: Callable[..., Any], params: Any, *batch: Any) -> Specs:
+        """The same for a loss that may be a pipeline: then each leaf is at the coordinates whose stages use the parameter."""
+        if not hasattr(loss, "specs"):
+            return self
+        stages = loss.specs(params, *batch, base=self.params)  # type: ignore[attr-defined]
+        placed = lambda spec, stage: P(*spec, reduced=spec.reduced, at=stage.at)
+        return Specs(*(optree.tree_map(placed, tree, stages) for tree in self))
 
     def init(self, optimizer: vfn.optim.Optimizer, params: Any) -> Any:
         """The state of an optimiser, each rank having its part of it."""
@@ -76,13 +85,14 @@ class Layout:
     """Which mesh axes split which named dims; what `parallel` returns. The empty one states nothing: one device.
 
     `remat`: whether blocks are computed again in the backward pass. `reshard`: whether their parameters are gathered again
-    there, instead of kept. `method`: how attention meets other ranks' keys.
+    there, instead of kept. `stages`: whether the ranks along "pp" run stages. `method`: how attention meets other ranks' keys.
     `zigzag`: n, if positions are in the order ``vfn.nn.zigzag_order(length, n)``; -1, if the mesh has yet to say what n is.
     """
 
     dims: tuple[tuple[str, tuple[str, ...]], ...] = ()
     remat: bool = False
     reshard: bool = False
+    stages: bool = False
     method: str = "ring"
     zigzag: int = 0
 
@@ -123,6 +133,15 @@ class Layout:
         run = lambda params, *args: f(vfn.name(self.gather(params, rules), "gathered"), *args)
         policy = None if self.remat else vfn.remat_policies.save_anything_except_these_names("gathered")
         return vfn.plan.shared(vfn.remat(run, policy=policy) if self.remat or self.reshard else run)
+
+    def pipelined(self, loss: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        """`loss`, a function of parameters and batch, as a pipeline along "pp", if the layout has one; `how`: as for
+        `vfn.pipeline`."""
+        return vfn.pipeline(loss, "pp", **how) if self.stages else loss
+
+    def jit(self, f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        """`f` as a plan, but where it has a pipeline in it: tasks of stages are plans by themselves."""
+        return f if self.stages else vfn.jit(f, **how)
 
     def attention(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, `vfn.nn.attention` or what hands its options on to it, in the way in which ranks share a sequence."""
@@ -166,7 +185,7 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     """The layout that a text like ``"fsdp+tp+remat"`` names: rows of `TABLE`, in the order of their axes' nesting.
 
     Args:
-        text: names of rows joined by ``+``, and ``remat`` or ``reshard``.
+        text: names of rows joined by ``+``, and ``pp``, ``remat`` or ``reshard``.
         mesh: if given, it must have the axes of these rows, and no others but of size 1.
 
     Raises:
@@ -176,11 +195,11 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     P('dp', None, 'tp')
     """
     names = text.split("+")
-    unknown = [name for name in names if name not in (*TABLE, REMAT, RESHARD)]
+    unknown = [name for name in names if name not in (*TABLE, *WORDS)]
     methods = [name for name in names if name in METHODS]
     if unknown or len(set(names)) < len(names):
         wrong = f"{', '.join(map(repr, unknown))} is none of them" if unknown else "a name stands there twice"
-        known = ", ".join([*TABLE, REMAT, RESHARD])
+        known = ", ".join([*TABLE, *WORDS])
         raise ParallelError(f"{text!r}: {wrong}; write names from {known}, joined by +: fsdp+tp+remat")
     if len(methods) > 1:
         raise ParallelError(f"{text!r}: {' and '.join(methods)} share one sequence in two ways; leave one of them")
@@ -193,10 +212,10 @@ def parallel(text: str, mesh: Any = None) -> Layout:
     if RESHARD in names and not dims.get("params"):
         raise ParallelError(f"{text!r}: reshard gathers parameters again, but none is kept in parts: add fsdp or hsdp")
     if mesh is not None:
-        _check(text, {axis for axes in dims.values() for axis in axes}, _sizes(mesh))
+        _check(text, {axis for axes in dims.values() for axis in axes} | {STAGES}.intersection(names), _sizes(mesh))
     zigzag = 0 if "cp-zigzag" not in names else -1 if mesh is None else _sizes(mesh)["cp"]
     method = METHODS[methods[0]] if methods else "ring"
-    return Layout(tuple(dims.items()), REMAT in names, RESHARD in names, method, zigzag)
+    return Layout(tuple(dims.items()), REMAT in names, RESHARD in names, STAGES in names, method, zigzag)
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

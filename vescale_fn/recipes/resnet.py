@@ -79,7 +79,7 @@ def logits(params: Params, images: torch.Tensor, config: Config, key: vfn.random
     params, run = at.gather(params, NAMES), at.block(block, NAMES)  # mesh
     x = F.conv2d(images, params["stem"], padding=1)
     for i, p in enumerate(blocks):
-        x = run(p, x, 2 if i and i % config.blocks == 0 else 1, config, next(keys))
+        x = vfn.cut(run(p, x, 2 if i and i % config.blocks == 0 else 1, config, next(keys)))
     x = F.relu(group_norm(x, config.groups, **params["norm"])).mean((2, 3))
     return x @ params["head"]
 

@@ -58,14 +58,18 @@ class Run(NamedTuple):
     setup: Any = None
 
 
-def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, parts: int = 1) -> tuple[Any, Any]:
+def make_step(
+    loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, parts: int = 1, staged: bool = False
+) -> tuple[Any, Any]:
     """Training as two pure functions: `add`, the loss and gradients of a part of a batch, added to those of earlier parts
     if there are any; and `step`, which does that with the last part, and takes the step. With a scale, which the state of
-    an optimiser for float16 has, loss and gradients are multiplied by it."""
+    an optimiser for float16 has, loss and gradients are multiplied by it. Of a pipeline, which is `staged`, only the update
+    of `step` is a plan, and the rest by itself."""
+    update = specs and functools.partial(specs.update, optimizer)  # mesh
+    update = vfn.jit(update, donate_argnums=(0, 1, 2)) if staged else update  # mesh
 
     def add(params: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None, scale: Any = None) -> Any:
-        f = loss if scale is None else lambda *args: loss(*args) * scale
-        found: Any = vfn.value_and_grad(f)(params, batch, key)
+        found: Any = vfn.value_and_grad(loss)(params, batch, key, *([] if scale is None else [scale]))
         if specs and parts > 1:  # mesh
             found = found[0], vfn.with_sharding(found[1], specs.grads)  # mesh
         return found if earlier is None else optree.tree_map(torch.add, earlier, found)
@@ -77,11 +81,21 @@ def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, par
         if parts > 1:
             value, grads = value / parts, optree.tree_map(lambda grad: grad / parts, grads)
         if specs:  # mesh
-            return *specs.update(optimizer, grads, state, params), value  # mesh
+            return *update(grads, state, params), value  # mesh
         updates, state = optimizer.update(grads, state, params)
         return vfn.optim.apply_updates(params, updates), state, value
 
     return add, step
+
+
+def scaled(loss: Loss) -> Loss:
+    """A loss, multiplied by a scale if it is given one: within, so that the gradients of each part of a batch are."""
+
+    def times(params: Any, batch: torch.Tensor, key: vfn.random.Key | None = None, scale: Any = None) -> torch.Tensor:
+        value = loss(params, batch, key)
+        return value if scale is None else value * scale
+
+    return times
 
 
 def scale_of(state: Any) -> Any:
@@ -98,8 +112,10 @@ def stepping(
     specs: Any = None,
 ) -> Callable[[Run], tuple[Run, float]]:
     """One step of training: from a run, where its parameters lie and `place` puts batches, to the next, and the loss."""
-    add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
-    add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
+    jit, staged = vfn.jit, False
+    jit, staged = opt.layout.jit, bool(specs) and opt.layout.stages  # mesh
+    add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate, staged)
+    add, step = jit(add, donate_argnums=3), jit(step, donate_argnums=(0, 1, 4))
     batch_key, dropout_key = keys
 
     def taken(at: Run) -> tuple[Run, float]:
@@ -155,6 +171,8 @@ class TrainingJob:
         ranks = mesh.size() // len(mesh.played_ranks)  # mesh
         model, config, self.precision = options.MODELS[opt.model], opt.config, opt.precision
         loss = self.precision.apply(lambda params, batch, key=None: model.loss(params, batch, config, key))
+        loss = scaled(loss)
+        loss = opt.layout.pipelined(loss, microbatches=opt.microbatches, schedule=opt.schedule)  # mesh
         place: Callable[[Any], Any] = lambda batch: batch.to(opt.device)
 
         def initial(key: vfn.random.Key) -> Any:
@@ -179,14 +197,15 @@ class TrainingJob:
 
         make = functools.partial(vfn.init, initial)
         config = dataclasses.replace(config, layout=opt.layout)  # mesh
-        specs = opt.layout.specs(shapes, model.NAMES, mesh)  # mesh
+        place = lambda batch: vfn.shard(batch.to(opt.device), mesh, opt.layout.spec("batch"))  # mesh
+        specs = opt.layout.specs(shapes, model.NAMES, mesh).staged(loss, shapes, place(tests[0]))  # mesh
         make = functools.partial(make, spec=specs.params, mesh=mesh)  # mesh
         begin = lambda params: Run(0, params, specs.init(optimizer, params), opt.setup)  # mesh
-        place = lambda batch: vfn.shard(batch.to(opt.device), mesh, opt.layout.spec("batch"))  # mesh
         self.begin: Callable[[], Run] = lambda: begin(make(init_key))
         self.tests, self.agrees = [place(batch) for batch in tests], True
         self.step = stepping(opt, loss, text, place, train_keys, specs)
         self.score = vfn.jit(loss)
+        self.score = opt.layout.jit(loss)  # mesh
 
     def say(self, *lines: str) -> None:
         if self.first:
