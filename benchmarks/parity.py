@@ -85,7 +85,7 @@ def train(name: str, dtype: torch.dtype, steps: int, text: str = "", mesh: Any =
         params, state = specs.update(optimizer, grads, state, params)
         return params, state, value
 
-    run = layout.jit(step) if jit else step
+    run = vfn.jit(step) if jit else step
     for i in range(steps):
         batch = models.random_batch(vfn.random.fold_in(KEY, i % 4), config, BATCH, LENGTH, dtype)
         batch = batch if mesh is None else vfn.shard(batch, mesh, layout.spec("batch"))

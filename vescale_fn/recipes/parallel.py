@@ -139,10 +139,6 @@ class Layout:
         `vfn.pipeline`."""
         return vfn.pipeline(loss, "pp", **how) if self.stages else loss
 
-    def jit(self, f: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-        """`f` as a plan, but where it has a pipeline in it: tasks of stages are plans by themselves."""
-        return f if self.stages else vfn.jit(f, **how)
-
     def attention(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f`, `vfn.nn.attention` or what hands its options on to it, in the way in which ranks share a sequence."""
         return functools.partial(f, method=self.method, zigzag=self.zigzag) if self.axes("length") else f

@@ -58,15 +58,10 @@ class Run(NamedTuple):
     setup: Any = None
 
 
-def make_step(
-    loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, parts: int = 1, staged: bool = False
-) -> tuple[Any, Any]:
+def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, parts: int = 1) -> tuple[Any, Any]:
     """Training as two pure functions: `add`, the loss and gradients of a part of a batch, added to those of earlier parts
     if there are any; and `step`, which does that with the last part, and takes the step. With a scale, which the state of
-    an optimiser for float16 has, loss and gradients are multiplied by it. Of a pipeline, which is `staged`, only the update
-    of `step` is a plan, and the rest by itself."""
-    update = specs and functools.partial(specs.update, optimizer)  # mesh
-    update = vfn.jit(update, donate_argnums=(0, 1, 2)) if staged else update  # mesh
+    an optimiser for float16 has, loss and gradients are multiplied by it."""
 
     def add(params: Any, batch: torch.Tensor, key: vfn.random.Key, earlier: Any = None, scale: Any = None) -> Any:
         found: Any = vfn.value_and_grad(loss)(params, batch, key, *([] if scale is None else [scale]))
@@ -81,7 +76,7 @@ def make_step(
         if parts > 1:
             value, grads = value / parts, optree.tree_map(lambda grad: grad / parts, grads)
         if specs:  # mesh
-            return *update(grads, state, params), value  # mesh
+            return *specs.update(optimizer, grads, state, params), value  # mesh
         updates, state = optimizer.update(grads, state, params)
         return vfn.optim.apply_updates(params, updates), state, value
 
@@ -112,10 +107,8 @@ def stepping(
     specs: Any = None,
 ) -> Callable[[Run], tuple[Run, float]]:
     """One step of training: from a run, where its parameters lie and `place` puts batches, to the next, and the loss."""
-    jit, staged = vfn.jit, False
-    jit, staged = opt.layout.jit, bool(specs) and opt.layout.stages  # mesh
-    add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate, staged)
-    add, step = jit(add, donate_argnums=3), jit(step, donate_argnums=(0, 1, 4))
+    add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
+    add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
     batch_key, dropout_key = keys
 
     def taken(at: Run) -> tuple[Run, float]:
@@ -205,7 +198,6 @@ class TrainingJob:
         self.tests, self.agrees = [place(batch) for batch in tests], True
         self.step = stepping(opt, loss, text, place, train_keys, specs)
         self.score = vfn.jit(loss)
-        self.score = opt.layout.jit(loss)  # mesh
 
     def say(self, *lines: str) -> None:
         if self.first:
