@@ -357,6 +357,39 @@ def test_a_part_of_which_processes_play_unequal_shares_is_refused(gloo) -> None:
     )
 
 
+# Where the bits of two runs part
+
+
+def _noted(folder, fault=1.0, last=vfn.psum):
+    """What a run that is compared with an earlier one raises."""
+    try:
+        with vfn.deterministic(4, check=folder):
+            mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+            x = vfn.shard(values(4, (6,), torch.float32), mesh, P(("dp", "tp")))
+            y = vfn.shard_map(lambda v: vfn.psum(v, "tp"), mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P("dp"))(x)
+            body = lambda v: last(v * fault, "dp")
+            step = vfn.jit(vfn.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P()))
+            return [bits(step(y)) for _ in range(2)]
+    except vfn.errors.DivergenceError as error:
+        return str(error)
+
+
+def test_the_first_collective_that_is_given_other_bits_is_named(gloo, tmp_path) -> None:
+    alone = _noted(tmp_path)
+    notes = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert [len(text.splitlines()) for text in notes.values()] == [3] * 4
+    assert gloo(2, _noted, tmp_path) == [alone] * 2
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == notes
+    for found, rank in zip(gloo(2, _noted, tmp_path, 1 + 2**-23), (0, 2)):
+        of = f"deterministic: collective 2 of rank {rank} is given other bits than in the run noted in {tmp_path}\n"
+        assert found.startswith(of + "  * psum over 'dp' of f32[")
+        assert "the one before is the same: psum over 'tp' of f32[" in found
+        assert 'body = lambda v: last(v * fault, "dp")' in found
+    assert "is another than in the run noted in" in _noted(tmp_path, last=vfn.pmax)
+    with vfn.deterministic(4, check=tmp_path), pytest.raises(vfn.errors.CheckpointError, match="may begin at any"):
+        vfn.elastic(lambda state, x: (state, None), lambda: 0, lambda i: i, steps=1, virtual=4)
+
+
 # What differs without it
 
 
@@ -439,6 +472,10 @@ MISUSES = {
     "kernels": (
         lambda: vfn.deterministic(8, kernels="batch_invariant"),
         "deterministic: kernels must be 'torch', but it is",
+    ),
+    "check": (
+        lambda: vfn.deterministic(8, check=3),
+        "deterministic: check must be a folder, but it is the int 3",
     ),
     "launch": (
         lambda: vfn.launch(_where, 3),

@@ -18,6 +18,7 @@ from .._core.base.errors import CheckpointError
 from .._core.base.fingerprint import differences, fingerprint
 from .._core.base.front_door import public
 from .._core.base.messages import described, report, short
+from .._core.base.state import process
 from .._core.distributed import ranks, spares
 from .._core.distributed.deterministic import deterministic
 from . import memory_files
@@ -195,3 +196,8 @@ def _check(step: Any, state: Any, batches: Any, steps: Any, manager: Any, save_e
         failures.append(f"save_every={short(save_every)}, but there is no manager to save with")
     if failures:
         raise CheckpointError(report("elastic", "the arguments do not make a run", failures))
+    if process.notes is not None:
+        what = "deterministic(check=...) compares runs from their first step on, and this one may begin at any"
+        raise CheckpointError(
+            report("elastic", what, fix="deterministic(check=...) around the steps alone, without elastic")
+        )

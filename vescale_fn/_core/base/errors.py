@@ -67,7 +67,8 @@ class RankError(VfnError, RuntimeError):
 
 
 class DivergenceError(VfnError, RuntimeError):
-    """In debug mode: the ranks do not do the same, or one has left while others wait for it.
+    """In debug mode: the ranks do not do the same, or one has left while others wait for it. Under `deterministic(check=)`: a
+    run has other bits than that with which it is compared.
 
     `follows` says that another rank's own failure comes first.
     """

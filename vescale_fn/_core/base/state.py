@@ -49,6 +49,7 @@ class Process:
 
     simulated: int | None = None
     virtual: int | None = None
+    notes: Any = None  # of the bits that collectives are given, under `deterministic(check=)`: a `bit_notes.BitNotes`
     watch: Any = None
     sums_in: Any = None
     draws: Any = None  # by what: a `random.backends.choice.Chosen`
@@ -131,4 +132,5 @@ def put_back(before: tuple[Any, ...]) -> None:
 def clear() -> None:
     """Forget everything, as in a fresh process."""
     _slots[:] = [weakref.ref(here.slot, _slots.remove)]
+    process.notes = None
     put_back((Thread(), None, None, None, None, None))

@@ -18,8 +18,10 @@ import torch
 from .. import torch_internals
 from ..base import context, op_lines, state
 from ..base.messages import dtype_text
+from ..base.no_values import NoValues
 from ..sharding.layout import text
 from . import process_group
+from .bit_notes import BitNotes
 from .blocks import Blocks
 from .communicator import Communicator, Kind
 from .divergence import RankCall, Value
@@ -263,7 +265,8 @@ class Collective:
 
     def __call__(self, x: Any, turn: torch.Tensor | None = None, later: bool = False) -> Any:
         params = self.params if turn is None else (self.params[0][int(turn)],)
-        with context.setting(line=self.line) if self.line and context.logs() else contextlib.nullcontext():
+        told = self.line and (context.logs() or state.process.notes is not None)
+        with context.setting(line=self.line) if told else contextlib.nullcontext():
             listed = isinstance(x, (list, tuple))
             x = Blocks(x) if listed else x
             out = _run(self.kind, x, self.mesh, self.axes, params, self.why, later=later)
@@ -336,6 +339,8 @@ def _run(
     if (watch := context.watch()) is not None and (met := communicator.processes(axes)):
         values, details = watch.sent() or ((Value("", text(x)),), row.words(*params))
         watch.compare(met, _call(kind, axes, values, why, details))
+    if state.process.notes is not None:
+        _note(state.process.notes, kind, x, mesh, axes, params, why)
     if logs:
         one = x.blocks[0] if type(x) is Blocks else x
         recorded = state.now().line
@@ -345,6 +350,22 @@ def _run(
         for log in logs:
             log.append(record)
     return communicator.carry_out(row, x, axes, params, **how)
+
+
+def _note(
+    notes: BitNotes, kind: str, x: Any, mesh: Any, axes: tuple[str, ...], params: tuple[Any, ...], why: str
+) -> None:
+    """Note what a collective of a whole mesh is given: which copies of a part a process plays depends on how many there are."""
+    communicator = communicator_of(mesh)
+    if (
+        not communicator.by_tree
+        or getattr(mesh, "whole", mesh) is not mesh
+        or mesh.cut
+        or isinstance(x.blocks[0], NoValues)
+    ):
+        return
+    call = str(_call(kind, axes, (Value("", text(x.blocks[0])),), why, TABLE[kind].words(*params))).removesuffix(" at ")
+    notes.compare(call, zip(communicator.ranks, x.blocks, strict=True), state.now().line or op_lines.here()[0])
 
 
 def _in_dtype(x: Any, communicator: Communicator, dtype: Any) -> Any:

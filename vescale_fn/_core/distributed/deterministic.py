@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from ..base import context, state
 from ..base.errors import MeshError
 from ..base.front_door import public
 from ..base.messages import described, report, short
+from .bit_notes import BitNotes
 
 MOST = 2**20  # ranks: beyond that a number is a mistake, which would take all memory
 
@@ -44,7 +48,9 @@ _SETTINGS: list[tuple[Any, Callable[[Any], None], Any]] = [
 
 
 @public("deterministic")
-def deterministic(virtual: int, *, kernels: str = "torch") -> Deterministic:
+def deterministic(
+    virtual: int, *, kernels: str = "torch", check: str | os.PathLike[str] | None = None
+) -> Deterministic:
     """Let there be `virtual` ranks, from the call on, whatever the number of processes; as a context manager, until the block
     ends.
 
@@ -59,10 +65,15 @@ def deterministic(virtual: int, *, kernels: str = "torch") -> Deterministic:
     Args:
         virtual: how many ranks there are.
         kernels: whose kernels compute: "torch", torch's own.
+        check: a folder, made if need be, in which a run notes a sha256 of what each collective is given, for each rank. A run
+            that finds such notes is compared with them, and ends at the first collective that is given other bits: on another
+            number of processes, on another machine, or simply again. The folder is one that all processes reach; collectives
+            of parts of a mesh are left out.
 
     Raises:
-        MeshError: `virtual` is not a positive integer, or `kernels` not "torch"; by `make_mesh`, `launch` and `simulate`,
-            where the number of processes, or of simulated ranks, does not go with it.
+        DivergenceError: by a collective, where the run noted in `check` has made another one there, or given it other bits.
+        MeshError: `virtual` is not a positive integer, `kernels` not "torch", or `check` no folder; by `make_mesh`, `launch`
+            and `simulate`, where the number of processes, or of simulated ranks, does not go with it.
 
     >>> import vescale_fn as vfn
     >>> with vfn.deterministic(virtual=8):
@@ -76,49 +87,64 @@ def deterministic(virtual: int, *, kernels: str = "torch") -> Deterministic:
     if kernels != "torch":
         what = f"kernels must be 'torch', but it is {described(kernels)}"
         raise MeshError(report("deterministic", what, fix="kernels='torch', or no such argument"))
-    return Deterministic(virtual)
+    return Deterministic(virtual, None if check is None else _folder(check))
+
+
+def _folder(check: Any) -> str:
+    try:
+        folder = Path(check).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TypeError, OSError) as error:
+        what = f"check must be a folder, but it is {described(check)}"
+        raise MeshError(report("deterministic", what, [str(error)])) from None
+    return str(folder)
 
 
 class Deterministic:
     """What `deterministic` switched on; leaving its block brings back what was before."""
 
-    def __init__(self, virtual: int) -> None:
-        self.virtual = virtual
+    def __init__(self, virtual: int, check: str | None = None) -> None:
+        self.virtual, self.check = virtual, check
         self._before = [_now()]
         self._entered = 0
-        _set(virtual)
+        self._set()
 
     def __enter__(self) -> Deterministic:
         if self._entered == len(self._before):  # entered again: what is to come back is what is now
             self._before.append(_now())
         self._entered += 1
-        _set(self.virtual)
+        self._set()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._entered -= 1
-        virtual, settings = self._before.pop()
-        state.process.virtual = virtual
+        state.process.virtual, state.process.notes, settings = self._before.pop()
         for (_, put, _), value in zip(_SETTINGS, settings, strict=True):
             put(value)
+
+    def _set(self) -> None:
+        for _, put, value in _SETTINGS:
+            put(value)
+        state.process.virtual = self.virtual
+        if self.check is not None:
+            state.process.notes = BitNotes(self.check)
 
     def __repr__(self) -> str:
         return f"deterministic(virtual={self.virtual})"
 
 
 def _now() -> tuple[Any, ...]:
-    return context.virtual(), [ask() for ask, _, _ in _SETTINGS]
+    return context.virtual(), state.process.notes, [ask() for ask, _, _ in _SETTINGS]
 
 
-def _set(virtual: int) -> None:
-    for _, put, value in _SETTINGS:
-        put(value)
-    state.process.virtual = virtual
+def carried(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that is as it would be here in a process started for it: under what `deterministic` has switched on."""
+    virtual, notes = context.virtual(), state.process.notes
+    return call if virtual is None else functools.partial(_called_under, virtual, notes and notes.folder, call)
 
 
-def called_under(virtual: int, call: Callable[[], Any]) -> Any:
-    """What a function gives under `deterministic`, in a process started for it."""
-    with Deterministic(virtual):
+def _called_under(virtual: int, check: str | None, call: Callable[[], Any]) -> Any:
+    with Deterministic(virtual, check):
         return call()
 
 

@@ -21,7 +21,7 @@ from ..base.errors import MeshError
 from ..base.front_door import public
 from ..base.messages import described, meant, report, short
 from . import environment, process_end
-from .deterministic import called_under, check_divides
+from .deterministic import carried, check_divides
 from .engines import ENGINES, Engine
 from .fork_server import run_fresh
 from .launcher import MOST, NotStarted, run
@@ -286,9 +286,7 @@ def launch(
         _restarts(restarts),
         resize,
     )
-    call = functools.partial(fn, *args, **(kwargs or {}))
-    if (virtual := context.virtual()) is not None:
-        call = functools.partial(called_under, virtual, call)
+    call = carried(functools.partial(fn, *args, **(kwargs or {})))
     if engine is not None:
         anew = lambda settings: run_on(
             ENGINES[engine.name](nprocs, device, settings.limit, options or {}), call, settings
