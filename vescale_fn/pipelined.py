@@ -303,7 +303,7 @@ class Pipelined:
         params = params if ready else _without(params, along, names, True)
         batch, kwargs = (_without(x, along, tree.paths(x, n), False) for x, n in ((batch, "batch"), (kwargs, "kwargs")))
         part_of = parts(batch, self._count, "pipeline")
-        params = reduced_later(params, batch, "pipeline")
+        params = reduced_later(params, batch, "pipeline", shared=True)
         args = [(params, *part_of(i)) for i in range(self._count)]
         leaves = [tree.leaves((x, kwargs) if kwargs else (x,)) for x in args]
         varying = _varying(params, batch, leaves)
@@ -395,13 +395,15 @@ class Pipelined:
         >>> plan.schedule, plan.stages[0].calls["F"], plan.stages[0].sends
         (Schedule(2 stages on 2 ranks, 2 microbatches), 1, {('F', 1): 16})
         """
-        return planned(self._looked_at(params, batch, kwargs, _now(params))[1])
+        along, staged, order = self._looked_at(params, batch, kwargs, _now(params), placed=True)
+        leaves = tree.leaves(params)
+        return planned(staged, [along.homes(leaves[i]) for i in order])
 
     def _looked_at(
-        self, params: Any, batch: Any, kwargs: Any, specs: Sequence[P]
+        self, params: Any, batch: Any, kwargs: Any, specs: Sequence[P], placed: bool = False
     ) -> tuple[AlongAxis, Staged, list[int]]:
-        """The plan for parameters that lie so on the other axes, of which only the shapes count, with the gradients of all; and
-        in which order it has their leaves."""
+        """The plan for parameters that lie so on the other axes, of which only the shapes count, and the places on this one where
+        they are `placed`, with the gradients of all; and in which order it has their leaves."""
         self._check_around()
         mesh = self._mesh([params, batch, kwargs]) or context.current_mesh()
         if mesh is None or self._axis not in axes_of(mesh):
@@ -415,7 +417,9 @@ class Pipelined:
         followed = [i for i in tensors if leaves[i].is_floating_point() or leaves[i].is_complex()]
         rest = [i for i in range(len(leaves)) if i not in followed]
         given = [shapes[i] for i in followed], [shapes[i] for i in rest]
-        f, how, homes = self._with_gradients(structure, followed), (structure, *followed), (None,) * len(leaves)
+        f, how = self._with_gradients(structure, followed), (structure, *followed)
+        homes = tuple(along.homes(leaves[i]) if placed else None for i in followed + rest)
+        homes = tuple(None if home == tuple(range(along.size)) else home for home in homes)
         with self._on_rest(along):
             divided = lambda: self._divided(f, how, given, batch, kwargs, along, homes, ready=True)
             return along, self._agreed(divided, along)[0], followed + rest

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import torch
 
-from .._core.arrays.array import is_array
+from .._core.arrays.array import is_array, relabelled
 from .._core.arrays.placement import spec_of, with_sharding
 from .._core.base import tree
 from .._core.base.containers import opened
@@ -109,8 +109,9 @@ def _has_rows(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim > 0
 
 
-def reduced_later(params: Any, batch: Any, where: str) -> Any:
-    """The parameters, of which gradients stay partial sums over the axes that split the batch."""
+def reduced_later(params: Any, batch: Any, where: str, shared: bool = False) -> Any:
+    """The parameters, of which gradients stay partial sums over the axes that split the batch; `shared`: in the same memory,
+    for what only reads them."""
     axes = {
         axis
         for x in optree.tree_leaves(batch, is_leaf=_is_key)  # type: ignore[arg-type]
@@ -127,7 +128,8 @@ def reduced_later(params: Any, batch: Any, where: str) -> Any:
             if free and not spec.unreduced:
                 later[i] = P(*spec, reduced=spec.reduced | free, at=spec.at)
     if later:
-        for i, x in zip(later, with_sharding([leaves[i] for i in later], list(later.values()))):
+        xs, specs = [leaves[i] for i in later], list(later.values())
+        for i, x in zip(later, map(relabelled, xs, specs) if shared else with_sharding(xs, specs)):
             leaves[i] = x
     return tree.unflatten(structure, leaves)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from .._core.base.messages import count_text
 from ..schedules import Costs, Schedule, Timeline
 from .ir.costs import rates, seconds
 from .ir.graph import nbytes, value
+from .pipeline_memory import PipelineMemory, memory_of
 from .staged import Staged
 from .stages import PRE, B, F, W
 
@@ -40,6 +42,8 @@ class PipelinePlan:
 
     stages: tuple[PipelineStage, ...]
     schedule: Schedule
+    _staged: Staged = field(repr=False, compare=False)
+    _homes: Sequence[Iterable[int]] = field(repr=False, compare=False)
 
     def costs(self) -> Costs:
         """What the tasks are predicted to cost, in seconds; messages nothing."""
@@ -49,6 +53,11 @@ class PipelinePlan:
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """When each task runs, given what tasks and messages cost: by default as predicted."""
         return self.schedule.simulate(self.costs() if costs is None else costs)
+
+    def memory(self, costs: Costs | None = None) -> PipelineMemory:
+        """What each rank is predicted to hold at each task, and at most: parameters, the batch, what is kept for later tasks,
+        gradients, messages; `costs` are as for `timeline`."""
+        return memory_of(self._staged, self._homes, self.timeline(costs))
 
     def text(self) -> str:
         """The table."""
@@ -63,8 +72,12 @@ class PipelinePlan:
     __repr__ = text
 
 
-def planned(staged: Staged) -> PipelinePlan:
-    """What a plan is."""
+def planned(staged: Staged, homes: Sequence[Iterable[int] | None]) -> PipelinePlan:
+    """What a plan is.
+
+    Args:
+        homes: for each parameter the ranks that have it; None for those that use it.
+    """
     tasks, found = staged.stages.tasks, []
     of = rates(staged.graph)
     for s, rank in enumerate(staged.schedule.placement):
@@ -75,4 +88,5 @@ def planned(staged: Staged) -> PipelinePlan:
                 sends[kind, to] = sends.get((kind, to), 0) + sum(nbytes(value(node)) for node in nodes)
         calls = {kind: len(tasks[kind, s]) for kind in (PRE, F, B, W)}
         found.append(PipelineStage(rank, calls, times, sends))
-    return PipelinePlan(tuple(found), staged.schedule)
+    lies = [uses if home is None else home for home, uses in zip(homes, staged.uses(), strict=True)]
+    return PipelinePlan(tuple(found), staged.schedule, staged, lies)

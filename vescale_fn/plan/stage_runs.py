@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,6 +90,9 @@ class Between:
                 self.inboxes[source] = Inbox(groups[source, target], ranks[source], expected)
             if source == me:
                 self.outboxes[target] = Outbox(groups[source, target], ranks[target])
+        self.taken = {
+            name: count for other in self.outboxes for name, count in taken(stages, placement, rows[other], me)
+        }
         for inbox in self.inboxes.values():
             inbox.begin()
 
@@ -109,7 +112,12 @@ class Between:
 
     def take(self, name: Name) -> list[Any]:
         source = self.placement[name.source]
-        return self.here.take(name) if source == self.me else self.inboxes[source].take(name)
+        if source == self.me:
+            return self.here.take(name)
+        values = self.inboxes[source].take(name)
+        if name in self.taken:
+            self.outboxes[source].arrived(self.taken[name])
+        return values
 
     def finish(self) -> None:
         for outbox in self.outboxes.values():
@@ -118,12 +126,22 @@ class Between:
 
 def names_from(stages: Stages, kind: str, stage: int, part: int) -> list[Name]:
     """The messages that a task sends, in order."""
-    return [Name(*key, part) for key in stages.messages if key[:2] == (kind, stage)]
+    return [Name(*key, part) for key in stages.sent.get((kind, stage), ())]
 
 
 def names_to(stages: Stages, kind: str, stage: int, part: int) -> list[Name]:
     """The messages that a task waits for."""
-    return [Name(*key, part) for key in stages.messages if key[2:] == (kind, stage)]
+    return [Name(*key, part) for key in stages.taken.get((kind, stage), ())]
+
+
+def taken(
+    stages: Stages, placement: Sequence[int], row: Sequence[tuple[str, int, int]], me: int
+) -> Iterator[tuple[Name, int]]:
+    """The messages that a rank sends to me, each with how many of mine it has taken before."""
+    count = 0
+    for action in row:
+        count += sum(placement[name.source] == me for name in names_to(stages, *action))
+        yield from ((name, count) for name in names_from(stages, *action) if placement[name.target] == me)
 
 
 def names_of_terms(stages: Stages) -> list[Name]:

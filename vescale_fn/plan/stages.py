@@ -8,6 +8,7 @@ the rest.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -88,6 +89,22 @@ class Stages:
     parts: list[list[Term]] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     behind: dict[int, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def sent(self) -> dict[tuple[str, int], list[tuple[str, int, str, int]]]:
+        """The messages of each task."""
+        return self._messages(slice(0, 2))
+
+    @functools.cached_property
+    def taken(self) -> dict[tuple[str, int], list[tuple[str, int, str, int]]]:
+        """The messages to each task."""
+        return self._messages(slice(2, 4))
+
+    def _messages(self, end: slice) -> dict[Any, list[Any]]:
+        found: dict[Any, list[Any]] = {}
+        for key in self.messages:
+            found.setdefault(key[end], []).append(key)
+        return found
 
     def counts(self) -> dict[str, int]:
         """How many calls each task has: ``{"F0": 12, ...}``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,20 @@ class Task:
         inputs: the values that it takes: inputs of the step, what earlier tasks of the stage kept, and what has arrived.
         outputs: the values that it makes for later tasks of the stage, for other stages, and as results.
         last: the values that the stage needs no more when it has run.
-        run: takes the list of the inputs, which it empties, and gives the outputs; None where there is nothing to compute.
+        name: of the task.
+        graph: of its calls, from the inputs to the outputs; None where there is nothing to compute.
     """
 
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     last: list[fx.Node]
-    run: Callable[[list[Any]], tuple[Any, ...]] | None
+    name: str
+    graph: fx.Graph | None
+
+    @functools.cached_property
+    def run(self) -> Callable[[list[Any]], tuple[Any, ...]] | None:
+        """Takes the list of the inputs, which it empties, and gives the outputs; None where there is nothing to compute."""
+        return None if self.graph is None else generate(self.graph, self.name).run
 
 
 def tasks_of(stages: Stages, stage: int) -> dict[str, Task]:
@@ -56,16 +64,11 @@ def tasks_of(stages: Stages, stage: int) -> dict[str, Task]:
         nodes = stages.tasks[kind, stage]
         outputs = [x for x in nodes if x in uses]
         last = [x for x, kinds in uses.items() if max(kinds, key=ORDER.index) == kind and _is_let_go(x, made)]
-        found[kind] = Task(takes[kind], outputs, last, _function(nodes, takes[kind], outputs, f"{kind}{stage}"))
+        graph = extracted(nodes, takes[kind], outputs) if nodes else None
+        found[kind] = Task(takes[kind], outputs, last, f"{kind}{stage}", graph)
     return found
 
 
 def _is_let_go(x: fx.Node, made: dict[fx.Node, str]) -> bool:
     """Whether a value is of one part of the batch: others stay for the step."""
     return x.op != "placeholder" and made.get(x) != PRE
-
-
-def _function(
-    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], name: str
-) -> Callable[[list[Any]], tuple[Any, ...]] | None:
-    return generate(extracted(nodes, inputs, outputs), name).run if nodes else None

@@ -80,6 +80,12 @@ class AlongAxis:
         place = place_of(torch_internals.mesh(x)) if isinstance(x, DTensor) else None
         return None if place is None else dict(place.at)[self.axis]
 
+    def homes(self, x: Any) -> tuple[int, ...] | None:
+        """The coordinates on the axis whose ranks have an array on the mesh; None for what is no such array."""
+        if not isinstance(x, DTensor) or whole_mesh(torch_internals.mesh(x)) != self.mesh:
+            return None
+        return tuple(range(self.size)) if (at := self.coordinates(x)) is None else at
+
     def without(self, x: Any) -> Any:
         """A value as the ranks at each place of the axis have it; what is no array as it is. Of one at a place the ranks
         elsewhere have nothing that is to be used."""

@@ -324,6 +324,11 @@ def wrap(local: Any, mesh: Any, spec: P, shape: torch.Size, stride: tuple[int, .
     return _wrapped(local, spec_for(mesh, bare, shape, stride or contiguous_stride(shape), local.dtype), spec)
 
 
+def relabelled(x: Any, spec: P) -> Array:
+    """The array in the same memory with a spec in which it lies alike."""
+    return wrap(torch_internals.local(x), mesh_of(x), spec, x.shape, tuple(x.stride()))
+
+
 def _wrapped(local: Any, dspec: Any, spec: P) -> Array:
     if type(local) is not Blocks and torch_internals.is_lazy(local):
         local = torch_internals.materialized(local)

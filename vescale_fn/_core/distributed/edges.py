@@ -89,25 +89,34 @@ class Inbox:
 
 
 class Outbox:
-    """The messages to one rank. What is being sent is held until it is away."""
+    """The messages to one rank. What is being sent is held until it is away: gloo says so only to who waits for it, which is
+    for nothing where the other rank has told that it has it."""
 
     def __init__(self, group: Any, target: int) -> None:
-        self.group, self.target = group, target
-        self.leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        self.group, self.target, self.sent = group, target, 0
+        self.leaving: deque[list[tuple[Any, torch.Tensor]]] = deque()
 
     def send(self, values: Sequence[torch.Tensor], lies: Sequence[Lies]) -> None:
         """Begin to send."""
-        while self.leaving and self.leaving[0][0].is_completed():
-            self.leaving.popleft()[0].wait()
-        for x, one in zip(values, lies, strict=True):
-            if _size(one):
-                bits = packed(x, one)
-                self.leaving.append((dist.isend(bits, dst=self.target, group=self.group), bits))
+        while self.leaving and all(work.is_completed() for work, _ in self.leaving[0]):
+            self._let_go()
+        every = [packed(x, one) if _size(one) else None for x, one in zip(values, lies, strict=True)]
+        self.leaving.append([(dist.isend(x, dst=self.target, group=self.group), x) for x in every if x is not None])
+        self.sent += 1
+
+    def arrived(self, count: int) -> None:
+        """The other rank has taken the first so many messages."""
+        while self.sent - len(self.leaving) < count:
+            self._let_go()
 
     def finish(self) -> None:
         """Wait until all is away."""
         while self.leaving:
-            self.leaving.popleft()[0].wait()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for work, _ in self.leaving.popleft():
+            work.wait()
 
 
 # --- values as messages -----------------------------------------------------------------------------------------------

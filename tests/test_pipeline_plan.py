@@ -1,0 +1,73 @@
+"""What `piped.plan(...)` says beforehand of a step: the memory of each rank."""
+
+import torch
+
+import vescale_fn as vfn
+from benchmarks.peak_memory import accounting
+from vescale_fn import P
+from vescale_fn._core import torch_internals
+
+PARTS, WIDTH = 8, 16
+MESHES = {"1f1b": ((4,), ("pp",)), "zbv": ((4,), ("pp",)), "zb-h1": ((2, 2), ("pp", "dp"))}  # by schedules
+
+
+def layered(params, x):
+    for first, second in params:
+        x = vfn.cut(torch.tanh(torch.tanh(x @ first) @ second))
+    return x.square().mean()
+
+
+def arguments():
+    """Each in memory of its own."""
+    of_params, of_batch = vfn.random.split(vfn.random.key(0), 2)
+    shapes = [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)] * 8
+    flat = [vfn.random.normal(key, shape) / WIDTH for key, shape in zip(vfn.random.split(of_params, 16), shapes)]
+    return list(zip(flat[::2], flat[1::2])), vfn.random.normal(of_batch, (32 * PARTS, WIDTH))
+
+
+def laid_out(schedule: str):
+    """The pipelined function, and its arguments on a mesh."""
+    mesh = vfn.make_mesh(*MESHES[schedule])
+    piped = vfn.pipeline(layered, "pp", microbatches=PARTS, schedule=schedule)
+    params, x = arguments()
+    x = vfn.shard(x, mesh, P("dp") if "dp" in MESHES[schedule][1] else P())
+    with vfn.use_mesh(mesh):
+        return piped, vfn.shard(params, mesh, piped.specs(params, x)), x
+
+
+def counted(schedule: str):
+    """What a rank holds at most in a step, counted; and the memory that is predicted of all."""
+    piped, *args = laid_out(schedule)
+    memory, step = piped.plan(*args).memory(), vfn.value_and_grad(piped)
+    step(*args)
+    with accounting([torch_internals.local(x) for x in vfn.tree.leaves(args)]) as account:
+        step(*args)
+    return account.peak, memory.peaks
+
+
+def on_a_rank():
+    return [counted(schedule) for schedule in MESHES]
+
+
+def test_predicted_memory_is_what_ranks_are_counted_to_hold(gloo) -> None:
+    """Within 2 %: what is kept, messages (which gloo holds on to until it is waited for), sums, and the means of them."""
+    found = gloo(4, on_a_rank)
+    for i, (name, (shape, _)) in enumerate(MESHES.items()):
+        pairs = [(of_rank[i][0], of_rank[i][1][rank * shape[0] // 4]) for rank, of_rank in enumerate(found)]
+        assert all(abs(predicted / peak - 1) < 0.02 for peak, predicted in pairs), (name, pairs)
+
+
+def test_memory_in_flight_is_that_of_the_schedule() -> None:
+    """A chunk is two hidden values, two outputs, and what arrived; the first stage has the batch instead of that."""
+    value = 32 * WIDTH * 4
+    chunk, first = 7 * value, 6 * value
+    wanted = {"1f1b": (4 * first, 3 * chunk, 2 * chunk, chunk), "gpipe": (8 * first, *[8 * chunk] * 3)}
+    with vfn.simulate(4):
+        mesh, args = vfn.make_mesh((4,), ("pp",)), arguments()
+        for schedule, kept in wanted.items():
+            with vfn.use_mesh(mesh):
+                memory = vfn.pipeline(layered, "pp", microbatches=PARTS, schedule=schedule).plan(*args).memory()
+            most = [max(t.after["kept"] for t in row if "F" in t.task) for row in memory.rows]
+            assert all(abs(a - b) <= value for a, b in zip(most, kept, strict=True))
+    assert memory.text().splitlines()[0].split()[:2] == ["rank", "peak"]
+    assert [row[-1].task for row in memory.rows] == ["results"] * 4
