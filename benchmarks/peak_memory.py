@@ -45,7 +45,7 @@ class Accountant(TorchDispatchMode):
         for x in pytree.tree_leaves(tree):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
-                if storage._cdata not in self._seen:
+                if storage._cdata not in self._seen and storage.device.type != "meta":
                     self._seen[storage._cdata] = weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
                     self.bytes += storage.nbytes()
 

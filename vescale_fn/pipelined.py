@@ -402,8 +402,8 @@ class Pipelined:
     def _looked_at(
         self, params: Any, batch: Any, kwargs: Any, specs: Sequence[P], placed: bool = False
     ) -> tuple[AlongAxis, Staged, list[int]]:
-        """The plan for parameters that lie so on the other axes, of which only the shapes count, and the places on this one where
-        they are `placed`, with the gradients of all; and in which order it has their leaves."""
+        """The plan for parameters that lie so on the other axes, of which only the shapes count (and the places on this one,
+        where they are `placed`), with the gradients of all; and in which order it has their leaves."""
         self._check_around()
         mesh = self._mesh([params, batch, kwargs]) or context.current_mesh()
         if mesh is None or self._axis not in axes_of(mesh):

@@ -99,6 +99,7 @@ def memory_of(staged: Staged, homes: Sequence[Iterable[int]], timeline: Timeline
         holds = posts[rank].holds
         holds.begin()
         totals = run.finish()
+        run.fixed, run.parts, run.shared = {}, (), {}
         results = [HeldPiece(holds, size, GRADIENTS) for size in _results(staged, homes, rank)]
         rows[rank].append(MemoryMoment("results", end, end, holds.top, dict(holds.now)))
         del totals, results
@@ -114,7 +115,7 @@ def _runs(staged: Staged, homes: Sequence[Iterable[int]], posts: Sequence[_Post]
     for rank, post in enumerate(posts):
         mine = {s: tasks[s] for s, at in enumerate(staged.schedule.placement) if at == rank}
         used = {x for of in mine.values() for task in of.values() for x in task.inputs}
-        fixed, parts = _inputs(staged, homes, post.holds, rank, used)
+        fixed, parts = _inputs(staged, homes, post.holds, rank, used, post.given)
         own: Any = {
             s: {kind: _Sized(task, kind, post.holds, made, gradients) for kind, task in of.items()}
             for s, of in mine.items()
@@ -266,6 +267,7 @@ class _Post:
 
     def __init__(self, stages: Stages, placement: Sequence[int], me: int, rows: Sequence[Sequence[Any]]) -> None:
         self.stages, self.placement, self.me, self.holds = stages, placement, me, Holds()
+        self.given: list[HeldPiece] = []
         self.here: dict[Name, list[SizedValue]] = {}
         self.arriving: dict[int, dict[Name, list[SizedValue]]] = {}
         self.expected: dict[int, deque[Name]] = {}
@@ -329,10 +331,10 @@ class _Post:
 
 
 def _inputs(
-    staged: Staged, homes: Sequence[Iterable[int]], holds: Holds, rank: int, used: set[fx.Node]
+    staged: Staged, homes: Sequence[Iterable[int]], holds: Holds, rank: int, used: set[fx.Node], held: list[HeldPiece]
 ) -> tuple[dict[fx.Node, SizedValue], list[dict[fx.Node, SizedValue]]]:
-    """What a rank is given: what all parts of the batch share, and what each has. Those of an array are copied, where they are
-    `used`, for their rows to lie side by side."""
+    """What a rank is given: what all parts of the batch share, and what each has; and in `held` what others hold, too. Parts of
+    an array are copied, where they are `used`, for their rows to lie side by side."""
     fixed: dict[fx.Node, SizedValue] = {}
     parts: list[dict[fx.Node, SizedValue]] = [{} for _ in range(staged.schedule.microbatches)]
     for i, nodes in [*staged.places, (-1, [*dict(staged.constants)])]:
@@ -340,15 +342,16 @@ def _inputs(
             val, count = x.meta["val"], len(parts) if i in staged.varying else 1
             there = count * nbytes(val) if i < 0 or i >= len(homes) or rank in homes[i] else 0
             copied = there if count > 1 and x in used and val.stride() == contiguous_stride(val.shape) else 0
-            found = _value(holds, val, [HeldPiece(holds, there + copied, ARGUMENTS)])
+            held.append(HeldPiece(holds, there, ARGUMENTS))
+            found = _value(holds, val, [held[-1], HeldPiece(holds, copied, ARGUMENTS)])
             for of in parts if i in staged.varying else (fixed,):
                 of[x] = found
     return fixed, parts
 
 
 def _results(staged: Staged, homes: Sequence[Iterable[int]], rank: int) -> Iterator[int]:
-    """The bytes of what a rank makes of the sums that it has, each beside them: dense, the mean, in its dtype, reduced; and of
-    what comes from other ranks."""
+    """The bytes of what a rank makes of the sums that it has, each beside them: the mean, in its dtype, reduced; and of what
+    comes from other ranks."""
     nodes: Any = output(staged.graph).args[0]
     stages, of_gradients = staged.stages, iter(homes)
     for made, where in zip(staged.results, staged.where, strict=True):
@@ -358,7 +361,7 @@ def _results(staged: Staged, homes: Sequence[Iterable[int]], rank: int) -> Itera
             at = stages.at[name[1]] if name[0] == "value" else stages.parts[name[1]][0].stage
             if staged.schedule.placement[at] == rank:
                 wide = torch.promote_types(val.dtype, torch.float32)
-                yield val.numel() * wide.itemsize * (1 + (not val.is_contiguous()))
+                yield val.numel() * wide.itemsize
                 yield nbytes(val) * ((wide != val.dtype) + 2 * bool(made.lies.unreduced))  # packed, and added up
             elif has:
                 yield nbytes(val)

@@ -30,7 +30,7 @@ from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.blocks import Blocks
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import Mesh, SimulatedMesh, check_reaches, communicator_of, rebuild_mesh, same
-from ..distributed.places import at_of, cut_to, is_elsewhere, place_of, spread_from, whole_mesh
+from ..distributed.places import at_of, cut_to, is_elsewhere, is_stand_in, place_of, spread_from, whole_mesh
 from ..distributed.without_memory import WithoutMemory
 from ..local_types import tensor_types
 from ..sharding.index_map import axes_of, local_indices
@@ -641,10 +641,12 @@ def _local(x: Any, mesh: Any) -> Any:
 
 
 def _unshared(local: Any, source: Any) -> Any:
-    """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone."""
+    """`local` in memory of its own: a write into a piece of a whole that all ranks hold would change it on one alone. What
+    stands for a value at another place is written by nobody."""
 
     def own(rank: int, block: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        return block.clone() if torch_internals.memory(block)[0] == torch_internals.memory(old)[0] else block
+        shared = torch_internals.memory(block)[0] == torch_internals.memory(old)[0]
+        return block.clone() if shared and not is_stand_in(block) else block
 
     if type(local) is not Blocks:
         return own(0, local, source)

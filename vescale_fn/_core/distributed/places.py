@@ -187,10 +187,10 @@ def stand_in(x: Any) -> Any:
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device, own: bool = False) -> torch.Tensor:
-    """One number, shown at every place of a shape; `own`: in memory of its own, even where it is a number alone."""
+    """One number, shown at every place of a shape; `own`: a number alone is in memory of its own, as more cannot be written."""
     with torch_internals.unrecorded(), torch_internals.no_torch_function():
         shown = _number(dtype, device).expand(shape)
-        return shown.clone(memory_format=torch.contiguous_format) if own else shown
+        return shown.clone() if own and shown.numel() == 1 else shown
 
 
 def is_stand_in(x: torch.Tensor) -> bool:
