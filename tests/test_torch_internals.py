@@ -558,6 +558,10 @@ CASES = {
     "is_traced": lambda: not door.is_traced(),
     "kernel_settings": lambda: len(door.kernel_settings()) >= 10,
     "keeping_tensors": lambda: kept_itself(),
+    "known_without_values": lambda: (
+        door.known_without_values(x := fake()) is door.known_without_values(door.another(x)) == {}
+        and door.known_without_values(torch.ones(2)) is None
+    ),
     "level": lambda: seen_from_vmap(lambda x: door.level()) == 1,
     "load_forward_rules": lambda: door.load_forward_rules() is None,
     "local": lambda: [block.tolist() for block in door.local(array()).blocks] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
@@ -738,6 +742,7 @@ OPTIONAL = {
     "_is_any_autocast_enabled",
     "_dtensor__new__",
     "_get_root_mesh",
+    "_illegal_names",  # torch's own way to a name
     "all_gather_single",
     "reduce_scatter_single",
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -24,7 +24,7 @@ from .ir.elsewhere import ELSEWHERE, left_out
 from .ir.graph import DONATED, Pass, Step, calls, changed, copied, given_up, memories, output, written
 from .ir.leaf_lists import leaf_lists
 from .ir.mapped import unmapped
-from .ir.nested import all_collectives, everywhere, nested, taken_back
+from .ir.nested import all_meshes, everywhere, nested, taken_back
 from .ir.per_rank import RanksDiffer
 from .ir.rank_runs import note_holders, runs
 from .ir.ranks_as_one import ROW, RanksAsOne, folded
@@ -125,12 +125,16 @@ class Plan:
         whole = self.how.arena or self.how.name != "torch" or budget
         if self._ranks is not None and (whole or not all(map(OF_RANKS.__contains__, rest)) or any(nested(graph))):
             self._ranks, graph = None, self._ranks.written_out(graph)
+        ours = set[fx.Graph]()
         for i, improve in enumerate(rest):
             if whole:  # which look into every call
                 improve = _without_calls(improve)
             if self._ranks is not None:
                 note_holders(graph, self._ranks.places)
-            graph = improve(graph, rest[i + 1 :]) if isinstance(improve, Budget) else everywhere(improve, graph)
+            if isinstance(improve, Budget):
+                graph, ours = improve(graph, rest[i + 1 :]), set()
+            else:
+                graph = everywhere(improve, graph, ours)
             seen(graph)
         taken_back(graph)
         self._improved = graph if self._ranks is None else note_holders(graph, self._ranks.places)
@@ -308,9 +312,10 @@ def _placed_meshes(leaves: Sequence[Any], recorded: Recorded) -> list[Any]:
     """The meshes of places where values of a recording are."""
     given = [mesh_of(x) for x in leaves if isinstance(x, torch.Tensor)]
     made = [x.spec.mesh for x in recorded.results if isinstance(x, leaves_.Result) and x.spec]
-    sent = [node.target.mesh for node, *_ in all_collectives(recorded.graph)]  # type: ignore[union-attr]
-    found = [node.target.at for node in calls(recorded.graph) if isinstance(node.target, Step)]
-    return [mesh for mesh in (*given, *made, *sent, *itertools.chain(*found)) if place_of(mesh) is not None]
+    steps = torch_internals.calls_of(recorded.graph, lambda target: isinstance(target, Step) and target.at)
+    own: Any = itertools.chain(*(node.target.at for node in steps))  # type: ignore[union-attr]
+    found = {id(mesh): mesh for mesh in (*given, *made, *all_meshes(recorded.graph), *own)}
+    return [mesh for mesh in found.values() if place_of(mesh) is not None]
 
 
 def _is_elsewhere(leaf: Any) -> bool:

@@ -128,11 +128,11 @@ def own(x: torch.Tensor) -> Type | None:
 
 def read(x: torch.Tensor) -> Type | None:
     """The type that a local value, or the value that it is a view of, was given; None for one from outside."""
-    found = getattr(x, "vfn_type", None)
+    found = vars(x).get("vfn_type")  # `getattr` has an array make the error for what it lacks
     if found is not None:
         return found
     x = torch_internals.peel(x)
-    found = getattr(x, "vfn_type", None)
+    found = vars(x).get("vfn_type")
     if found is None and (base := torch_internals.base(x)) is not None:
         found = getattr(base, "vfn_type", None) or getattr(base, "vfn_view_type", None)
     return found

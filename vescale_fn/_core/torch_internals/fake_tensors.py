@@ -80,6 +80,7 @@ class _Mode(AsWritten, FakeTensorMode):
         super().__init__(**options)
         # by device, those of a new tensor there, which torch takes 7 us to set
         self._attributes: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}
+        self.known: dict[Any, Any] = {}  # see `known_without_values`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.views(func, args, kwargs):
@@ -147,6 +148,11 @@ def fake_mode(**options: Any) -> Any:
 def without_values(mode: Any, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of such a mode, made by the short way."""
     return mode.new(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+def known_without_values(x: Any) -> dict[Any, Any] | None:
+    """What calls on tensors without values that can meet this one have given, for whoever asks again; None for others."""
+    return x.fake_mode.known if type(x) is FakeTensor and isinstance(x.fake_mode, _Mode) else None
 
 
 def another(x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class Graph(fx.Graph):
         type_expr: Any = None,
     ) -> fx.Node:
         space = self._graph_namespace
-        name = _named(space, self._target_to_str(target) if name is None else name)
+        name = _named(space, _text(target) or self._target_to_str(target) if name is None else name)
         node = fx.Node(self, name, op, target, args or (), kwargs or _NOTHING, type_expr)
         space._obj_to_name[node] = name
         self._insert(node)
@@ -42,6 +43,16 @@ class Graph(fx.Graph):
 
 
 _NOTHING = immutable_dict()
+
+
+def _text(target: Any) -> str:
+    """What torch calls nodes of a target, where that is at hand; else ""."""
+    if target is operator.getitem:
+        return "getitem"
+    return target if type(target) is str and target.islower() and not target.startswith("__") else ""
+
+
+_ILLEGAL: Any = getattr(_graph, "_illegal_names", None)  # what no node is called
 
 
 def _named(space: Any, wanted: str) -> str:
@@ -55,7 +66,9 @@ def _named(space: Any, wanted: str) -> str:
         while (name := f"{base}_{number}") in used:
             number += 1
     elif number is None:
-        return space.create_name(wanted, None)
+        if _ILLEGAL is None or wanted in _ILLEGAL:
+            return space.create_name(wanted, None)
+        name, number = wanted, counts.get(base, 0)
     else:
         name = wanted
     used.add(name)

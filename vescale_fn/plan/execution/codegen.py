@@ -108,6 +108,7 @@ class Writer:
 
     def __init__(self, done: dict[fx.Graph, Code]) -> None:
         self.done = done
+        self.graph: fx.Graph  # that is written
         self.globals: dict[str, Any] = {}
         self.names: dict[Any, str] = {}  # of nodes, and of the globals by identity
         self.taken = {"values", "given", *keyword.kwlist}
@@ -121,8 +122,7 @@ class Writer:
             self.names[node] = self.fresh(node.name)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         dies = last_uses(graph, self.parts(graph))
-        self.lie = memory_aliases.memories(graph)
-        self.last = memory_aliases.last_uses(graph, self.lie)
+        self.graph = graph
         lines, nodes = [f"def {name}(values):"], {}
         if inputs:
             lines.append(f"    {', '.join(map(self.names.__getitem__, inputs))}, = values")
@@ -140,6 +140,16 @@ class Writer:
         lines.append(f"    return {self.text(tuple(result.args[0]))}")  # type: ignore[arg-type]
         nodes[len(lines)] = result
         return "\n".join(lines) + "\n", nodes
+
+    @functools.cached_property
+    def lie(self) -> Any:
+        """Where values lie; it is hardly ever asked for."""
+        return memory_aliases.memories(self.graph)
+
+    @functools.cached_property
+    def last(self) -> Any:
+        """What needs each memory last."""
+        return memory_aliases.last_uses(self.graph, self.lie)
 
     def parts(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """Find what gives several results of which one is used, or all: they are taken out in its line."""

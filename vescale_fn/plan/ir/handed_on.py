@@ -17,8 +17,9 @@ from .nested import bodies_of, nested
 
 def part_memory(graph: fx.Graph) -> None:
     """Let what arrives be copied where it, or what was sent, is written."""
-    hot = changed(graph)
-    for node in collectives(graph):
+    sent = collectives(graph)
+    hot = changed(graph) if sent else ()
+    for node in sent:
         if node not in hot or not (PLAYED in node.meta or viewed(node)):
             continue
         parts = [x for x in node.users if x.target is operator.getitem] if isinstance(node.args[0], list) else [node]
@@ -28,6 +29,5 @@ def part_memory(graph: fx.Graph) -> None:
             part.replace_all_uses_with(copy)
             copy.args = (part,)
             copy.meta = {key: x for key, x in part.meta.items() if key != PLAYED}
-    for node in nested(graph):
-        for body in bodies_of(node):
-            part_memory(body)
+    for body in dict.fromkeys(body for node in nested(graph) for body in bodies_of(node)):
+        part_memory(body)

@@ -45,6 +45,8 @@ class Facts:
 
     def _call(self, node: fx.Node) -> _Call:
         number, made = self._number, self.made[node]
+        if node.target is operator.getitem:  # which makes nothing
+            return _Call(True, [], [number[m] for m in self.read[node]], 0, False, [])
         read, results = [number[m] for m in self.read[node]], [number[m] for m in made if m in self.results]
         pointwise = inplace.is_pointwise(node)
         return _Call(node.op == "call_function", [number[m] for m in made], read, self.size(made), pointwise, results)

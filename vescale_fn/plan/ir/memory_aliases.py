@@ -39,23 +39,18 @@ class Memory(NamedTuple):
     def bytes(self) -> int:
         """How many bytes it has."""
         value = self.value
-        if self._others:
-            return extent(value) // self.maker.target.length  # type: ignore[union-attr]
+        if isinstance(self.maker.target, Loop) and self.other is not None:
+            return extent(value) // self.maker.target.length
         if isinstance(value, (list, tuple)):  # on a simulated mesh: what all ranks of a group get is there once
             return sum(extent(x) for x in {id(x): x for x in value}.values())
         return extent(value)
 
     @property
-    def _others(self) -> tuple[Memory, ...]:
+    def other(self) -> Memory | None:
         """The memory in which all lies that does not lie here: of a list of a loop, but for its first entry."""
         loop = self.maker.target
         place = loop.shifted.get(self.part) if isinstance(loop, Loop) else None
-        return () if place is None else (Memory(self.maker, place),)
-
-    @property
-    def with_others(self) -> frozenset[Memory]:
-        """It, and where the rest lies of which it has a part."""
-        return frozenset((self, *self._others))
+        return None if place is None else Memory(self.maker, place)
 
 
 def extent(x: Any) -> int:
@@ -72,13 +67,21 @@ def extent(x: Any) -> int:
 def memories(graph: fx.Graph) -> dict[fx.Node, frozenset[Memory]]:
     """For each node, the memories in which its result may lie."""
     found: dict[fx.Node, frozenset[Memory]] = {}
+    parts: dict[
+        fx.Node, dict[int, frozenset[Memory]]
+    ] = {}  # of what gives several, those that are memories of their own
     for node in graph.nodes:
         if node.op == "output":
             found[node] = frozenset().union(*(found[x] for x in node.all_input_nodes))
             continue
-        if node.target is operator.getitem and (own := Memory(*node.args)) in found[own.maker]:  # type: ignore[arg-type]
-            found[node] = frozenset((own,))
-            continue
+        if node.target is operator.getitem:
+            whole, part = node.args
+            if whole not in parts:
+                parts[whole] = {one.part: frozenset((one,)) for one in found[whole] if one.maker is whole}  # type: ignore[index]
+            own = parts[whole].get(part)  # type: ignore[arg-type, index]
+            if own is not None:
+                found[node] = own
+                continue
         sources = plan.viewed(node) if node.op == "call_function" else []
         if not sources:
             found[node] = made(node)
@@ -105,11 +108,13 @@ def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = No
     lie = memories(graph) if lie is None else lie
     last: dict[Memory, fx.Node] = {}
     for node in graph.nodes:
-        for memory in lie[node] if node.op != "output" else ():
-            last[memory] = node
+        if node.op != "output":
+            last.update(dict.fromkeys(lie[node], node))
         for x in touched(node):
             for memory in lie[x]:
-                last.update(dict.fromkeys(memory.with_others, node))
+                last[memory] = node
+                if (other := memory.other) is not None:
+                    last[other] = node
     return last
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import operator
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -96,41 +97,68 @@ def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryU
     Args:
         mortal: arguments that nobody else needs, which are alive up to their last use.
     """
-    lie = memory_aliases.memories(graph)
-    last = memory_aliases.last_uses(graph, lie)
-    ends: dict[fx.Node, list[memory_aliases.Memory]] = {}
-    for piece, node in last.items():
-        ends.setdefault(node, []).append(piece)
-    sizes = {piece: piece.bytes for piece in last}
-    timeline: list[Moment] = []
-    live = top = 0
-    begins: dict[memory_aliases.Memory, int] = {}  # how many calls there are before
-    stops: dict[memory_aliases.Memory, int] = {}
-    at = -1  # the call at which the most is alive
-    deepest: MemoryUse | None = None  # in the body that runs there
-    within: dict[Any, MemoryUse] = {}  # by bodies, and which of their arguments die there
-    for node in graph.nodes:
-        if node.op == "output":
-            break
-        for piece in lie[node]:
-            if piece.maker is node:
-                begins[piece] = len(timeline)
-                live += sizes[piece]
-        if node.op == "call_function":
-            results = sum(sizes[piece] for piece in lie[node])
-            uses = [_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)]
-            inside = max(uses, key=_made, default=None)
-            now = _at_once(node, live, results, uses, within)
-            if now > top:
-                top, at, deepest = now, len(timeline), inside
-            timeline.append(Moment(call_text(node), node.meta.get("line", ""), now))
-        for piece in ends.get(node, ()):
-            if not _is_given(piece.maker) or piece.maker in mortal:
-                stops[piece] = len(timeline)
-                live -= sizes[piece]
-    arguments = sum(sizes[piece] for piece in begins if _is_given(piece.maker))
-    held = {piece: sizes[piece] for piece, begin in begins.items() if begin <= at < stops.get(piece, at + 1)}
-    return MemoryUse(timeline, arguments, _by_line(held, deepest))
+    alive = _Alive(graph, mortal)
+    timeline = [Moment(call_text(node), node.meta.get("line", ""), now) for node, now in alive.at.items()]
+    return MemoryUse(timeline, alive.arguments, _by_line(alive.held(), alive.deepest))
+
+
+def alive_at(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The bytes that are alive while each call of a plan runs, in order: those of the timeline of `memory`."""
+    return _Alive(graph, frozenset()).at
+
+
+class _Alive:
+    """What is alive while each call runs.
+
+    Attributes:
+        at: how many bytes, by the call.
+        arguments: those of arguments and constants.
+        deepest: what is alive in the body that runs where the most is; None where none does.
+    """
+
+    def __init__(self, graph: fx.Graph, mortal: frozenset[fx.Node]) -> None:
+        lie = memory_aliases.memories(graph)
+        last = memory_aliases.last_uses(graph, lie)
+        ends: dict[fx.Node, list[memory_aliases.Memory]] = {}
+        for piece, node in last.items():
+            ends.setdefault(node, []).append(piece)
+        self.sizes = sizes = {piece: piece.bytes for piece in last}
+        self.at: dict[fx.Node, int] = {}
+        self.deepest: MemoryUse | None = None
+        live = top = 0
+        self._begins: dict[memory_aliases.Memory, int] = {}  # how many calls there are before
+        self._stops: dict[memory_aliases.Memory, int] = {}
+        self._top = -1  # the call at which the most is alive
+        within: dict[Any, MemoryUse] = {}  # by bodies, and which of their arguments die there
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            if node.target is operator.getitem:  # of what is there
+                if live > top:
+                    top, self._top, self.deepest = live, len(self.at), None
+                self.at[node] = live
+            else:
+                for piece in lie[node]:
+                    if piece.maker is node:
+                        self._begins[piece] = len(self.at)
+                        live += sizes[piece]
+            if node.op == "call_function" and node not in self.at:
+                results = sum(sizes[piece] for piece in lie[node])
+                uses = [_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)]
+                now = _at_once(node, live, results, uses, within)
+                if now > top:
+                    top, self._top, self.deepest = now, len(self.at), max(uses, key=_made, default=None)
+                self.at[node] = now
+            for piece in ends.get(node, ()):
+                if not _is_given(piece.maker) or piece.maker in mortal:
+                    self._stops[piece] = len(self.at)
+                    live -= sizes[piece]
+        self.arguments = sum(sizes[piece] for piece in self._begins if _is_given(piece.maker))
+
+    def held(self) -> dict[memory_aliases.Memory, int]:
+        """The pieces that are alive where the most is."""
+        top, stops = self._top, self._stops
+        return {x: self.sizes[x] for x, begin in self._begins.items() if begin <= top < stops.get(x, top + 1)}
 
 
 def _at_once(node: fx.Node, live: int, results: int, uses: list[MemoryUse], within: dict[Any, MemoryUse]) -> int:

@@ -5,8 +5,9 @@ A body's placeholders are, in order, what the call is given; each body is record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -75,16 +76,35 @@ def _does_more(body: fx.Graph) -> bool:
     return inside or bool(collectives(body))
 
 
-def everywhere(
-    improve: Callable[[fx.Graph], fx.Graph], graph: fx.Graph, done: dict[Any, Any] | None = None
+def everywhere(improve: Callable[[fx.Graph], fx.Graph], graph: fx.Graph, ours: set[fx.Graph] | None = None) -> fx.Graph:
+    """What a pass makes of a graph that it may have, and of the bodies in it; once of those that calls share.
+
+    Args:
+        ours: bodies that a pass before has made for the caller alone, which it may have, too; those that it makes are put in.
+    """
+    return _everywhere(improve, graph, set() if ours is None else ours, {}, {})
+
+
+def _everywhere(
+    improve: Callable[[fx.Graph], fx.Graph],
+    graph: fx.Graph,
+    ours: set[fx.Graph],
+    targets: dict[Any, Any],
+    done: dict[fx.Graph, fx.Graph],
 ) -> fx.Graph:
-    """What a pass makes of a graph that it may have, and of the bodies in it; once of those that calls share (`done`)."""
-    graph, done = improve(given_up(graph)), {} if done is None else done
+    graph = improve(given_up(graph))
     for node in nested(graph):
-        if node.target not in done:
-            bodies = tuple(everywhere(improve, copied(body), done) for body in bodies_of(node))
-            done[node.target] = replace(node.target, bodies=bodies)  # type: ignore[type-var]
-        node.target = done[node.target]
+        if node.target not in targets:
+            for body in bodies_of(node):
+                if body not in done:
+                    before = body if body in ours else copied(body)
+                    done[body] = made = _everywhere(improve, before, ours, targets, done)
+                    made.__dict__.pop("_given_up", None)
+                    ours.discard(body)
+                    ours.add(made)
+            bodies = tuple(map(done.__getitem__, bodies_of(node)))
+            targets[node.target] = replace(node.target, bodies=bodies)  # type: ignore[type-var]
+        node.target = targets[node.target]
     return graph
 
 
@@ -96,10 +116,28 @@ def taken_back(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
+def all_meshes(graph: fx.Graph, seen: set[Any] | None = None) -> Iterator[Any]:
+    """The meshes of the collectives of a graph and of the bodies in it, each once, in the order in which they come."""
+    seen = set() if seen is None else seen  # bodies, and meshes by their identity
+    for node in _with_collectives(graph):
+        for body in bodies_of(node):
+            if body not in seen:
+                seen.add(body)
+                yield from all_meshes(body, seen)
+        if isinstance(node.target, Collective) and id(node.target.mesh) not in seen:
+            seen.add(id(node.target.mesh))
+            yield node.target.mesh
+
+
+def _with_collectives(graph: fx.Graph) -> list[fx.Node]:
+    """The collectives of a graph, and the calls that may have some in their bodies."""
+    return torch_internals.calls_of(graph, lambda target: isinstance(target, (Nested, Collective)))
+
+
 def all_collectives(graph: fx.Graph, times: int = 1, within: str = "") -> Iterator[tuple[fx.Node, int, str]]:
     """The collectives of a graph and of the bodies in it, in order, each with how often it runs, and what there is to say of
     that: ``in true_fun``."""
-    for node in calls(graph):
+    for node in _with_collectives(graph):
         if isinstance(node.target, Nested):
             for i, body in enumerate(node.target.bodies):
                 count, said = node.target.often(i)
@@ -108,13 +146,19 @@ def all_collectives(graph: fx.Graph, times: int = 1, within: str = "") -> Iterat
             yield node, times, within
 
 
-def extracted(nodes: Iterable[fx.Node], given: Sequence[fx.Node], gives: Sequence[fx.Node | None]) -> fx.Graph:
+def extracted(
+    nodes: Iterable[fx.Node],
+    given: Sequence[fx.Node],
+    gives: Sequence[fx.Node | None],
+    same: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
+) -> fx.Graph:
     """The graph of some calls.
 
     Args:
         nodes: the calls, in order.
         given: what becomes its placeholders, in order.
         gives: its results; None where another body gives one.
+        same: what stands for some of those that the calls take.
     """
     graph, values = torch_internals.Graph(), dict[fx.Node, fx.Node]()
     for x in given:
@@ -122,7 +166,7 @@ def extracted(nodes: Iterable[fx.Node], given: Sequence[fx.Node], gives: Sequenc
         values[x].meta = dict(x.meta)
     for node in nodes:
         if node not in values:
-            values[node] = graph.node_copy(node, values.__getitem__)
+            values[node] = graph.node_copy(node, lambda x: values[same.get(x, x)])
     end = graph.output(tuple(None if x is None else values[x] for x in gives))
     end.meta["val"], end.meta["line"] = None, ""
     return graph

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from .graph import KEPT, calls, changed, copied, output, value, viewed
 
@@ -48,12 +49,16 @@ class Rewriting:
         return node
 
     def _computed(self, node: fx.Node) -> Any:
-        """What a call gives; the layers of a model ask for the same again and again."""
+        """What a call gives; the layers of a model ask for the same again and again, and so do passes."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), _Lies.of)
-        what = node.target, key(args), key(kwargs)
-        if what not in self._known:
-            self._known[what] = computed(node.target, node.args, node.kwargs)
-        return self._known[what]
+        what = node.target, key(args), key(kwargs), torch.get_default_dtype()
+        given = (value(x) for x in node.all_input_nodes)
+        known = next(
+            (found for x in given if (found := torch_internals.known_without_values(x)) is not None), self._known
+        )
+        if what not in known:
+            known[what] = computed(node.target, node.args, node.kwargs)
+        return known[what]
 
     def replace(self, node: fx.Node, new: fx.Node) -> bool:
         """Have everybody use `new`, which has the same value, for `node`; False, and nothing done, where that would show:
@@ -107,7 +112,9 @@ class _Lies(tuple):
     @staticmethod
     def of(node: fx.Node) -> Any:
         x = value(node)
-        return _Lies((x.shape, x.stride(), x.dtype, x.device)) if isinstance(x, torch.Tensor) else node
+        if not isinstance(x, torch.Tensor):
+            return node
+        return _Lies((x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad))
 
 
 def _size(node: fx.Node) -> int:

@@ -10,18 +10,19 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..ir.graph import calls, copied, value
+from ..ir.graph import copied, value
 from ..ir.leaf_lists import LEAVES
 from ..ir.mapped import Mapped, mapped, split
-from ..ir.memory_use import memory
+from ..ir.memory_use import alive_at
 
 MOST = 4  # calls for one: each costs as much as that for all leaves costs besides the leaves
+ALONE = 2  # where the rest of the plan needs nothing
 LEAST = 1 << 16  # bytes that are worth a call
 CACHED = 1 << 19  # bytes of each list that are taken at once on a CPU: a few such lists are in its cache
 
 
 def in_parts(graph: fx.Graph, cached: int = CACHED) -> fx.Graph:
-    """The graph in which such a call is several, so that it needs no more than the rest of the plan, if that needs anything.
+    """The graph in which such a call is several, so that it needs no more than the rest of the plan.
 
     Args:
         cached: how many bytes of each list are taken at once.
@@ -29,13 +30,13 @@ def in_parts(graph: fx.Graph, cached: int = CACHED) -> fx.Graph:
     if not any(True for _ in mapped(graph)):
         return graph
     graph = copied(graph)
-    needs = dict(zip(calls(graph), (moment.bytes for moment in memory(graph).timeline), strict=True))
+    needs = alive_at(graph)
     rest = max((n for node, n in needs.items() if not isinstance(node.target, Mapped)), default=0)
     for node, target in mapped(graph):
         before = needs.get(node.prev, rest)
         own, room, many = needs[node] - before, rest - before, 1
-        if own > LEAST and 0 < room < own:
-            many = min(MOST, math.ceil(own / room))
+        if own > LEAST and room < own:
+            many = min(MOST, math.ceil(own / room)) if room > 0 else ALONE
         if target.on_leaves:
             leaves = target.lists(node)[0][0].meta[LEAVES]
             if leaves[0].device.type == "cpu":

@@ -25,7 +25,8 @@ def reuse(graph: fx.Graph) -> fx.Graph:
     Only memory that the plan has made is written over, or that of a donated argument.
     """
     graph = plan.copied(graph)
-    lie, last, kept = memory_aliases.memories(graph), memory_aliases.last_uses(graph), plan.changed(graph)
+    lie, kept = memory_aliases.memories(graph), plan.changed(graph)
+    last = memory_aliases.last_uses(graph, lie)
     for node, target in mapped(graph):
         alone = own(node, lie)
         free = lambda x, node=node, alone=alone: x not in kept and _is_free(x, node, lie, last) and alone(x)

@@ -163,7 +163,10 @@ def plain_of(leaf: Any) -> list[torch.Tensor]:
 def with_tensors(leaf: Any, replaced: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The leaf with each plain tensor in it replaced."""
     if isinstance(leaf, DTensor):
-        return of_plain(leaf, map(replaced, plain_of(leaf)))
+        plain = plain_of(leaf)
+        if len(plain) == 1 and type(torch_internals.local(leaf)) is not Blocks:
+            return array_of_local(leaf, replaced(plain[0]))
+        return of_plain(leaf, map(replaced, plain))
     return of_each(replaced, *plain_of(leaf)) if type(leaf) is ShapeDtype else of_each(replaced, leaf)
 
 
@@ -216,8 +219,10 @@ def _spec(mesh: Any, lies: P, shape: torch.Size, dtype: torch.dtype) -> Any:
 
 def lies_of(x: DTensor) -> P:
     """The layout of an array, with what its spec says of its cotangent."""
-    lies = layout(torch_internals.spec(x))
-    return P(*lies, unreduced=lies.unreduced, reduced=notes_of(x).reduced)
+    lies, reduced = layout(torch_internals.spec(x)), notes_of(x).reduced
+    if not (reduced or lies.reduced or lies.at):
+        return lies
+    return P(*lies, unreduced=lies.unreduced, reduced=reduced)
 
 
 class Result:

@@ -205,9 +205,11 @@ def check_recorded_again(first: Any, again: Any, further: bool) -> None:
         first, again: the calls.
         further: whether autograd follows the cotangents; then nothing is known of a body's values, nor of entries.
     """
+    if again is first:
+        return
     kinds = [[(x.shape, x.dtype, tensor_types.read(x)) for x in call.inputs] for call in (first, again)]
     in_body = any(type_ is not None for *_, type_ in kinds[0])
-    unknown = again is not first and (torch_internals.transforming() or (further and in_body))
+    unknown = torch_internals.transforming() or (further and in_body)
     if kinds[0] != kinds[1] or unknown:
         raise Unrollable
 

@@ -11,8 +11,10 @@ from torch import fx
 from ..._core.sharding.layout import contiguous_stride
 from ..ir import inplace
 from ..ir.graph import has_effect, is_aten, name_of, nbytes, value
-from ..ir.mapped import COLUMN, LIMIT, Mapped
-from ..ir.nested import extracted, reached
+from ..ir.mapped import COLUMN, LIMIT
+from ..ir.nested import reached
+from . import formulas
+from .formulas import Formula
 from .frame import Frame
 
 Rule = Callable[..., Sequence[Any]]
@@ -98,14 +100,14 @@ class _OneRow:
             (x, place) for x, place in zip(self.frame.constants, self.frame.places, strict=True) if place in self.live
         ]
         nodes = [x for x in self.nodes if x in self.live]
-        body = extracted(nodes, [*used, *(place for _, place in closed)], self.gives)
         args = [[recorder.node(row[self.columns[x]]) for row in rows] for x in used]
         numbers = [recorder.outer(x) for x, _ in closed]
         for x, (_, place) in zip(numbers, closed):
             if "alike" in place.meta:
                 x.meta["alike"] = True
         vals = [self.like(value(x), row) for x in self.gives for row in rows]
-        _, made = recorder.called(Mapped(bodies=(body,), rows=len(rows)), (*args, *numbers), vals)
+        places = [*used, *(place for _, place in closed)]
+        made = formulas.recorded(recorder, Formula(nodes, places, self.gives), args, numbers, vals)
         results: dict[Any, list[Any]] = {x: made[i * len(rows) : (i + 1) * len(rows)] for i, x in enumerate(self.gives)}
         results |= {x: [row[j] for row in rows] for x, j in self.columns.items()}
         same = lambda x: [x] * len(rows)

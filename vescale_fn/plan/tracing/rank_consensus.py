@@ -24,7 +24,7 @@ from ..._core.distributed.replicated_uses import differing as differences
 from ..._core.sharding.layout import WHOLE, type_text
 from ..ir.collective_nodes import is_listed
 from ..ir.graph import REPEATS, Pass, value
-from ..ir.nested import all_collectives
+from ..ir.nested import all_collectives, all_meshes
 from .leaves import Result
 from .rank_notes import RecordingNotes
 from .trace import Recorded
@@ -66,12 +66,12 @@ def stage(graph: fx.Graph) -> Stage:
 
 
 def meshes(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Iterator[Any]:
-    """The meshes of arguments, of what was recorded, and of results; as for `shared_mesh`. Of a place the whole
+    """The meshes of arguments, of what was recorded, and of results, each once; as for `shared_mesh`. Of a place the whole
     mesh: all of its ranks record what happens there."""
     given = [mesh for x in leaves if isinstance(x, torch.Tensor) and (mesh := mesh_of(x)) is not None]
-    sent = [node.target.mesh for node, *_ in all_collectives(graph)] if graph is not None else []  # type: ignore[union-attr]
+    sent = all_meshes(graph) if graph is not None else ()
     made = [x.spec.mesh for x in recorded.results if isinstance(x, Result) and x.spec] if recorded else []
-    yield from map(whole_mesh, (*given, *sent, *made))
+    yield from map(whole_mesh, {id(mesh): mesh for mesh in (*given, *sent, *made)}.values())
 
 
 def shared_mesh(leaves: Iterable[Any], graph: fx.Graph | None, recorded: Recorded | None) -> Any:

@@ -126,6 +126,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._in_row, self._has_rows = 0, False
         self._again: FrameType | None = None
         self._times = 0
+        self.formulas: dict[
+            fx.Node, int
+        ] = {}  # the calls that are mapped over leaves, with how much was written before
         self.literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
         self._reason = ""  # why a value is read
@@ -450,17 +453,31 @@ class Recorder(torch_internals.TorchDispatchMode):
 
     def more_results(self, node: fx.Node, vals: list[Any]) -> list[Any]:
         """Let a loop, which has come to keep more, give these as well. Stand-ins of them, nodes for numbers."""
+        parts = self.more_parts(node, vals)
+        for val, part in zip(vals, parts, strict=True):
+            if isinstance(val, torch.Tensor):
+                self._note(val, part)
+        return [val if isinstance(val, torch.Tensor) else part for val, part in zip(vals, parts, strict=True)]
+
+    def more_parts(self, node: fx.Node, vals: Sequence[Any]) -> list[fx.Node]:
+        """The same, of which no tensor stands for any: the nodes."""
         places = len(node.meta["val"])
         node.meta["val"] = [*node.meta["val"], *vals]
         found = []
         with node.graph.inserting_after(node):
             for i, val in enumerate(vals, places):
-                part = node.graph.call_function(operator.getitem, (node, i))
+                part = node.graph.create_node("call_function", operator.getitem, (node, i))
                 part.meta = {**node.meta, "val": val}
-                if isinstance(val, torch.Tensor):
-                    self._note(val, part)
-                found.append(val if isinstance(val, torch.Tensor) else part)
+                found.append(part)
         return found
+
+    def outer_part(self, part: fx.Node) -> fx.Node:
+        """What gives here what a node does that no tensor stands for."""
+        if part.graph is self.graph or not isinstance(part.meta["val"], torch.Tensor):
+            return self.outer(part)
+        fake = self._fake.like(part.meta["val"])
+        self._note(fake, part)
+        return self.outer(fake)
 
     def forget_inputs(self) -> None:
         """Hold the inputs no longer: what was recorded may be kept for long."""
@@ -684,7 +701,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         elif isinstance(out, (list, tuple)):
             for i, one in enumerate(out):
                 if isinstance(one, torch.Tensor) and not self.is_stand_in(one):
-                    part = self.graph.call_function(operator.getitem, (node, i))
+                    part = self.graph.create_node("call_function", operator.getitem, (node, i))
                     part.meta.update(node.meta, val=one)
                     if self._row is not None:
                         part.meta[ROW] = *node.meta[ROW], i

@@ -63,7 +63,7 @@ class SharedBody:
         captures: what it closes over.
         captured: the tensors among that which autograd follows into the results.
         target: of all calls.
-        residuals: what the calls give besides, for the derivatives.
+        residuals: what the calls give besides, for the derivatives; `kept`: what each is like.
         found: it is an iteration of a loop, which nobody has marked.
     """
 
@@ -104,6 +104,7 @@ class SharedBody:
         self.partition = Partition(forward, given, flat(self.made_nodes), joins=True)
         self.calls: list[Any] = []
         self.residuals: list[fx.Node] = []
+        self.kept: list[Any] = []
         self.derivatives: dict[Any, SharedDerivative] = {}
         self.extract()
 
@@ -174,10 +175,12 @@ class SharedBody:
         new = [x for x in residuals if x not in self.residuals]
         if not set(self.partition.forward).issuperset(new):
             raise Unrollable
+        vals = [self.recorder.fake_like(x) if isinstance(x, torch.Tensor) else x for x in map(value, new)]
         self.residuals += new
+        self.kept += vals
         self.extract()
         for call in self.calls:
-            call.keep(new)
+            call.keep(vals)
 
     def derivative(self, cotangents: Sequence[Any]) -> SharedDerivative:
         """The derivative for cotangents like these."""

@@ -109,8 +109,8 @@ class SharedCall:
             constants = [recorder.outer(x) for x in body.frame.constants[: body.count]]
         like = map(value, body.partition.gives)
         self.node, self.outs = self.emitted(body.target, [*self.args, *constants], list(like))
-        self.kept: list[Any] = []
-        self.keep(body.residuals)
+        self.kept: list[fx.Node] = []
+        self.keep(body.kept)
         self.since = len(recorder.writes)
         body.calls.append(self)
         found = iter(self.outs)
@@ -120,12 +120,10 @@ class SharedCall:
             recorder.loops[torch_internals.memory_number(self.mark)] = self
         return [self.made[i] for i in body.moving]
 
-    def keep(self, residuals: Sequence[fx.Node]) -> None:
-        """Let the call give more."""
-        recorder, self.node.target = self.body.recorder, self.body.target
-        vals = [value(x) for x in residuals]
-        vals = [recorder.fake_like(x) if isinstance(x, torch.Tensor) else x for x in vals]
-        self.kept += recorder.more_results(self.node, vals)
+    def keep(self, vals: Sequence[Any]) -> None:
+        """Let the call give more, which is like these."""
+        self.node.target = self.body.target
+        self.kept += self.body.recorder.more_parts(self.node, vals)
 
     def emitted(self, target: Shared, args: Nodes, like: Sequence[Any]) -> tuple[fx.Node, list[Any]]:
         """Record a node, and give it and stand-ins of its results."""
@@ -144,13 +142,13 @@ class SharedCall:
         places = {place: i for i, place in enumerate(body.partition.given)}
         constant_of = dict(zip(body.frame.places, body.frame.constants, strict=True))
         with torch_internals.no_torch_function():
-            kept = dict(zip(body.residuals, self.kept, strict=True))
+            kept = dict(zip(body.residuals, map(recorder.outer_part, self.kept), strict=True))
             args = [recorder.node(x) for ct in cotangents if ct is not None for x in leaves_.plain_of(ct)]
-            args += [recorder.outer(kept[x]) for x in derivative.each]
+            args += [kept[x] for x in derivative.each]
             for place in derivative.constants:
                 i = places.get(place, len(self.plain))
                 args.append(recorder.outer(self.plain[i] if i < len(self.plain) else constant_of[place]))
-            args += [recorder.outer(kept[x]) for x in derivative.last]
+            args += [kept[x] for x in derivative.last]
         found = iter(self.emitted(derivative.target, args, derivative.vals)[1])
         return [None if g is None else rebuilt(g, found) for g in derivative.grads]
 
