@@ -108,8 +108,8 @@ def last_uses(graph: fx.Graph, lie: dict[fx.Node, frozenset[Memory]] | None = No
     lie = memories(graph) if lie is None else lie
     last: dict[Memory, fx.Node] = {}
     for node in graph.nodes:
-        if node.op != "output":
-            last.update(dict.fromkeys(lie[node], node))
+        for memory in lie[node] if node.op != "output" else ():
+            last[memory] = node
         for x in touched(node):
             for memory in lie[x]:
                 last[memory] = node
