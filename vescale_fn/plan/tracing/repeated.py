@@ -13,33 +13,26 @@ where many do, which looks for equal iterations, and then takes them for calls.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import weakref
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
 from ..._core.arrays.array import Array
-from ..._core.base import context, put_off, source_lines, state, tree
-from ..._core.base.op_arguments import tensors_in
-from . import leaves as leaves_
-from .ambient import around, only_recorded
-from .frame import WAITS, RecordAgain
-from .iterations import CallPlace, Differs, IterationReader, IterationTemplate, SeenCall, SeenIteration, grad_fns, parts
+from ..._core.base import put_off, tree
+from .ambient import around
+from .answered_iterations import AnsweredIteration, as_it_was, references, waits
+from .frame import RecordAgain
+from .iterations import CallPlace, Differs, IterationReader, IterationTemplate, SeenCall, grad_fns, parts
+from .loop_search import SMALLEST, LoopSearch
 from .shared_calls import recorded_once
+from .watched_calls import ASKING, as_they_are, begins_a_graph, call_place, can_wait, memories, settings
 
 put_off.settled_by(torch_internals.settle)
 
 MANY = 2  # iterations, before one is looked for that others may be like
-SMALLEST = 10  # calls in an iteration: fewer are not worth it
-_DIFFERING = 6  # long iterations that differ, before it is left
 _FORCED = 3  # iterations that were begun and could not be one call, before they are begun no more
-Frames = list[tuple[FrameType, int]]  # with the instruction at which each is, outermost first
 
 
 def counted(recorder: Any, passes_on: Any = None) -> Counted | None:
@@ -86,11 +79,11 @@ class LoopWatch(torch_internals.TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
         self._inside = 0  # calls that are being made
-        self._loops = _Loops(recorder)
+        self._loops = LoopSearch(recorder)
         self._templates: dict[Any, IterationTemplate | None] = {}  # by their first calls; None: not any more
         self._forced: dict[IterationTemplate, int] = {}  # how many more were made one by one than at once
-        self._started: _PutOff | None = None  # the iteration that has begun
-        self._ended: list[_PutOff] = []  # and those before, of which somebody may still hold something
+        self._started: AnsweredIteration | None = None  # the iteration that has begun
+        self._ended: list[AnsweredIteration] = []  # and those before, of which somebody may still hold something
 
     @property
     def waits(self) -> bool:
@@ -108,9 +101,9 @@ class LoopWatch(torch_internals.TorchFunctionMode):
 
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a call gives."""
-        if func in _ASKING or self._inside or self._is_elsewhere():
+        if func in ASKING or self._inside or self._is_elsewhere():
             return func(*args, **kwargs)
-        place = _place()
+        place = call_place()
         answer = self._followed(func, args, kwargs, place)
         if answer is None and (self.waits or self._begins()):
             self.settle()
@@ -161,16 +154,16 @@ class LoopWatch(torch_internals.TorchFunctionMode):
     def _made(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> Any:
         """What a call gives that is made now."""
         before, written = self._loops.progress(), len(self.recorder.writes)
-        args, kwargs = _as_they_are((args, kwargs))
+        args, kwargs = as_they_are((args, kwargs))
         self._inside += 1
         try:
             out = func(*args, **kwargs)
         finally:
             self._inside -= 1
-        fits = self._loops.progress() == before and _can_wait(func) and bool(parts(out)) and not _begins_a_graph(out)
+        fits = self._loops.progress() == before and can_wait(func) and bool(parts(out)) and not begins_a_graph(out)
         if fits and len(self.recorder.writes) > written:  # perhaps only memory of its own
-            fits = _memories(args, kwargs).isdisjoint(self.recorder.writes[written:])
-        self._loops.see(SeenCall(func, args, kwargs, place, out, grad_fns(out)) if fits else None, _settings())
+            fits = memories(args, kwargs).isdisjoint(self.recorder.writes[written:])
+        self._loops.see(SeenCall(func, args, kwargs, place, out, grad_fns(out)) if fits else None, settings())
         return out
 
     def _followed(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> tuple[Any] | None:
@@ -178,10 +171,10 @@ class LoopWatch(torch_internals.TorchFunctionMode):
         started = self._started
         if started is None:
             template = self._templates.get((func, place.code, place.instruction))
-            if template is None or not _can_wait(func) or around() != template.ambient:
+            if template is None or not can_wait(func) or around() != template.ambient:
                 return None
-            started = _PutOff(template, IterationReader(self.recorder.float_of), self._now())
-        elif started.begun != self._now() or not _can_wait(func):
+            started = AnsweredIteration(template, IterationReader(self.recorder.float_of), self._now())
+        elif started.begun != self._now() or not can_wait(func):
             return None
         before = len(started.given)
         try:
@@ -190,7 +183,7 @@ class LoopWatch(torch_internals.TorchFunctionMode):
         except Differs:
             return None
         last = self._ended[-1].last if self._ended else None
-        if any(x is not last and _waits(x) for x in started.given[before:]):
+        if any(x is not last and waits(x) for x in started.given[before:]):
             return None
         if self._started is None and self._ended:  # all that the one before has made on its way has been left
             self._look_back()
@@ -208,23 +201,21 @@ class LoopWatch(torch_internals.TorchFunctionMode):
 
     def _now(self) -> Any:
         recorder = self.recorder
-        return self._loops.progress(), len(recorder.writes), _settings()
+        return self._loops.progress(), len(recorder.writes), settings()
 
     def _look_back(self) -> None:
         """The last iteration that has ended stays as it is where what it uses twice, and autograd follows, is used elsewhere
         behind it: gradients would be added up in another order."""
         last = self._ended[-1]
         used = last.used_again()
-        last.stays = any(count > self._ours(x) for x, count in zip(used, _references(used), strict=True))
+        last.stays = any(count > self._ours(x) for x, count in zip(used, references(used), strict=True))
 
     def _ours(self, x: torch.Tensor) -> int:
         """How often we hold a tensor that an iteration was given."""
         ours = sum((one.last is x) + any(y is x for y in one.given) for one in self._ended)
-        return (
-            ours if type(x) is Array or _waits(x) else ours + 2
-        )  # the recorder and the node, which hold what is plain
+        return ours if type(x) is Array or waits(x) else ours + 2  # the recorder and the node, which hold what is plain
 
-    def _record(self, iteration: _PutOff) -> None:
+    def _record(self, iteration: AnsweredIteration) -> None:
         """Record an iteration that has ended: as one call, where nobody holds what it made on its way."""
         recorder, template = self.recorder, iteration.template
         if iteration.is_held() or iteration.stays:
@@ -236,7 +227,7 @@ class LoopWatch(torch_internals.TorchFunctionMode):
         recorder.said = template.line
         try:
             if len(leaves) == len(iteration.given):
-                with _as_it_was(iteration):
+                with as_it_was(iteration):
                     run = lambda *given: template.run(recorder, given)
                     found = recorded_once(recorder, _SharedCall(leaves, treedef), run, template, _NOTHING)
         finally:
@@ -248,7 +239,7 @@ class LoopWatch(torch_internals.TorchFunctionMode):
             self._forced[template] = max(self._forced.get(template, 0) - 1, 0)
             iteration.became(recorder, len(template.forms) - 1, found[0])
 
-    def _make(self, iteration: _PutOff) -> None:
+    def _make(self, iteration: AnsweredIteration) -> None:
         """Make the calls of an iteration, one by one."""
         template = iteration.template
         self._forced[template] = self._forced.get(template, 0) + 1
@@ -256,161 +247,11 @@ class LoopWatch(torch_internals.TorchFunctionMode):
             self._templates[template.first] = None
         self._inside += 1
         try:
-            with _as_it_was(iteration):
+            with as_it_was(iteration):
                 iteration.made(self.recorder)
         finally:
             self.recorder.said = ""
             self._inside -= 1
-
-
-class _PutOff:
-    """An iteration whose calls have been answered, and not been made.
-
-    Attributes:
-        template: what it is like.
-        begun: what was then.
-        given: the tensors from outside.
-        outs: the answers to its calls so far, while it has not ended.
-        last: the last of them, when it has.
-        stays: whether its calls are to be made one by one.
-    """
-
-    stays = False
-
-    def __init__(self, template: IterationTemplate, reader: IterationReader, begun: Any) -> None:
-        self.template, self.begun, self.outs, self.last = template, begun, list[Any](), None
-        self._reader: Any = reader
-        self.given = reader.given
-        self._answers: list[list[Any]] = []  # references to what was given for each call's results, where that is new
-
-    def read(self, func: Any, args: Any, kwargs: Any, place: CallPlace) -> Any:
-        """What has to be equal to that of the template's call."""
-        return self._reader.read(func, args, kwargs, place)[0]
-
-    def answered(self, recorder: Any) -> Any:
-        """The answer to the next call."""
-
-        answer, is_new = self.template.answer(len(self.outs), self.outs, self.given, lambda x: _waiting(recorder, x))
-        self.outs.append(answer)
-        self._reader.answered(answer)
-        self._answers.append([weakref.ref(x) if new else None for x, new in zip(parts(answer), is_new)])
-        return answer
-
-    def end(self) -> None:
-        """Hold no longer what was made on the way."""
-        self.last = self.outs[-1]
-        self.outs, self._reader = [], None
-
-    def is_held(self) -> bool:
-        """Whether something that was made on the way still lives."""
-        return any(ref is not None and ref() is not None for refs in self._answers[:-1] for ref in refs)
-
-    def used_again(self) -> list[torch.Tensor]:
-        """What came from outside, is used more than once, or was put off itself, and is followed by autograd."""
-        again = zip(self.given, self.template.uses, strict=True)
-        return [x for x, uses in again if x.requires_grad and (uses > 1 or _waits(x))]
-
-    def made(self, recorder: Any) -> None:
-        """Make the calls, one by one; each answer becomes what its call gives."""
-        outs: list[Any] = []
-        for number in range(len(self._answers)):
-            outs.append(self.became(recorder, number, self.template.call(recorder, number, outs, self.given)))
-
-    def became(self, recorder: Any, number: int, out: Any) -> Any:
-        """The answer to a call has become its result. The result, with those of the answers that somebody holds."""
-        found = []
-        for ref, x in zip(self._answers[number], parts(out), strict=True):
-            answer = None if ref is None else ref()
-            if answer is not None and answer is not x:
-                if not torch_internals.became(answer, x):
-                    raise RecordAgain
-                recorder.keep(answer)
-                if id(x) in recorder.literals:
-                    recorder.literals[id(answer)] = recorder.literals[id(x)]
-                x = answer
-            found.append(x)
-        return found[0] if isinstance(out, torch.Tensor) else type(out)(found)
-
-
-@contextlib.contextmanager
-def _as_it_was(iteration: _PutOff) -> Iterator[None]:
-    """Within the block, what is set is what was set when the calls of an iteration were answered. Raises `RecordAgain` where
-    that cannot be brought back."""
-    settings, now = iteration.begun[-1], torch.is_grad_enabled()
-    with (
-        torch_internals.keeping_tensors(),
-        context.Restored(torch.set_grad_enabled, now),
-        contextlib.ExitStack() as around_then,
-    ):
-        torch.set_grad_enabled(settings[0])
-        around_then.enter_context(torch_internals.autocasting_so(settings[2]))
-        if not only_recorded() or _settings() != settings or around() != iteration.template.ambient:
-            raise RecordAgain
-        yield
-
-
-class _Loops:
-    """Looks for an iteration of a loop whose calls can be put off."""
-
-    def __init__(self, recorder: Any) -> None:
-        self.recorder = recorder
-        self._calls: list[SeenCall | None] = []  # None for what cannot be put off
-        self._settings: list[Any] = []
-        self._before: Frames = []
-        self._starts: dict[int, tuple[FrameType, list[int]]] = {}  # of the iterations of the loop in a frame
-        self._differing = 0
-
-    def progress(self) -> tuple[int, ...]:
-        """What a call that can be put off does not add to."""
-        recorder = self.recorder
-        return len(recorder.read), len(recorder.guards)
-
-    def see(self, call: SeenCall | None, settings: Any) -> None:
-        """Note a call."""
-        if self._differing < _DIFFERING:
-            self._calls.append(call)
-            self._settings.append(settings)
-
-    def left(self) -> None:
-        """What comes next is not to be compared with what came before."""
-        if self._before:
-            self._before, self._calls, self._settings = [], [], []
-            self._starts.clear()
-
-    def begins(self) -> IterationTemplate | None:
-        """A call comes: what the iterations before are like, where it begins another one of a loop and they are equal."""
-        if self._differing >= _DIFFERING:
-            return None
-        frames, frame = Frames(), sys._getframe(4)
-        while frame is not None and frame.f_code is not self.recorder.bottom:
-            frames.append((frame, frame.f_lasti))
-            frame = frame.f_back
-        frames.reverse()
-        loop = _loop(self._before, frames)
-        self._before = frames
-        return None if loop is None else self._template(loop)
-
-    def _template(self, frame: FrameType) -> IterationTemplate | None:
-        """An iteration of the loop in a frame begins."""
-        starts = self._starts.setdefault(id(frame), (frame, []))[1]
-        starts.append(len(self._calls))
-        if len(starts) < 2 or starts[-1] - starts[-2] < SMALLEST:
-            return None
-        try:
-            return IterationTemplate(self._iteration(*starts[-2:]), lambda x: _waiting(self.recorder, x))
-        except Differs:
-            self._differing += 1
-            return None
-
-    def _iteration(self, start: int, stop: int) -> SeenIteration:
-        """The calls of an iteration. Raises `Differs` where some cannot be put off."""
-        found, settings = self._calls[start:stop], self._settings[start:stop]
-        seen = [call for call in found if call is not None]
-        if len(seen) < len(found) or any(x != settings[0] for x in settings):
-            raise Differs
-        later = [call for call in self._calls[stop:] if call is not None]
-        reader = IterationReader(self.recorder.float_of)
-        return SeenIteration(reader, seen, set(map(id, tensors_in(*(call[1:3] for call in later)))))
 
 
 class _SharedCall(NamedTuple):
@@ -427,105 +268,3 @@ class _Nothing:
 
 
 _NOTHING: Any = _Nothing
-
-
-def _as_they_are(given: Any) -> Any:
-    """Arguments, whose lists somebody may change later."""
-    kind = type(given)
-    if kind is dict:
-        return {name: _as_they_are(x) for name, x in given.items()}
-    return kind(map(_as_they_are, given)) if kind is list or kind is tuple else given
-
-
-def _waiting(recorder: Any, x: Any) -> torch.Tensor:
-    """The like of a tensor, as the answer to a call that is put off."""
-    if type(x) is Array:
-        found = leaves_.array_of_local(x, recorder.waiting(torch_internals.local(x)))
-    else:
-        found = recorder.waiting(x)
-    return found.requires_grad_() if x.requires_grad else found
-
-
-def _references(xs: list[Any]) -> list[int]:
-    """How often each of some values is held, besides by this list."""
-    return [sys.getrefcount(x) - _ALONE for x in xs]
-
-
-_ALONE = 0
-_ALONE = _references([object()])[0]
-
-
-def _waits(x: torch.Tensor) -> bool:
-    """Whether a tensor is an answer to a call that has not been made."""
-    held = torch_internals.held_local(x) if isinstance(x, DTensor) else x
-    return getattr(held, "_plan_node", None) is WAITS
-
-
-def _loop(before: Frames, now: Frames) -> FrameType | None:
-    """The frame in which a loop has come round between two calls."""
-    for i, ((frame, was), (other, at)) in enumerate(zip(before, now)):
-        if other is not frame:  # called again by the same instruction
-            return now[i - 1][0] if i else None
-        if at != was:
-            return frame if at < was else None
-    return now[min(len(before), len(now)) - 1][0] if before else None
-
-
-def _place() -> CallPlace:
-    frame = source_lines.user_frame(sys._getframe(2))
-    return (
-        CallPlace(None, -1, "?")
-        if frame is None
-        else CallPlace(frame.f_code, frame.f_lasti, source_lines.user_line(frame))
-    )
-
-
-def _can_wait(func: Any) -> bool:
-    """Whether a call does nothing besides giving its result, and nobody looks at it."""
-    name = getattr(func, "__name__", "")
-    return (
-        not (name.endswith("_") and not name.endswith("__"))
-        and only_recorded()
-        and context.body() is None
-        and torch_internals.saved_tensor_hooks() is None
-        and context.grad_depth() < 2  # a call has no second derivative
-    )
-
-
-def _begins_a_graph(out: Any) -> bool:
-    """Whether a call gives a tensor by which somebody may differentiate."""
-    return any(x.requires_grad and x.is_leaf for x in parts(out))
-
-
-def _memories(*given: Any) -> set[int]:
-    """The memory of what a call is given."""
-    return {torch_internals.memory_number(part) for x in tensors_in(*given) for part in leaves_.plain_of(x)}
-
-
-def _settings() -> Any:
-    """What is ambient and may change at any time; what else there is of it is looked at when an iteration begins and ends."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch_internals.autocasting(),
-        torch.get_default_dtype(),
-        state.used_mesh.get(),
-        state.now(),
-    )
-
-
-_ASKING = {  # how a tensor lies, which an answer has as well
-    *(
-        getattr(torch.Tensor, name)
-        for name in "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex __len__ "
-        "element_size".split()
-    ),
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in "shape dtype device ndim layout requires_grad itemsize nbytes is_cuda".split()
-    ),
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    torch.is_tensor,
-}
