@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
-from ..._core.arrays.array import Array
+from ..._core.arrays.array import Array, made
 from ..._core.base import context
 from . import leaves as leaves_
 from .ambient import around, only_recorded
+from .fake_tensors import lies_of
 from .frame import WAITS, RecordAgain
 from .iterations import CallPlace, IterationReader, IterationTemplate, parts
 from .watched_calls import settings as settings_now
@@ -45,13 +46,12 @@ class AnsweredIteration:
         """What has to be equal to that of the template's call."""
         return self._reader.read(func, args, kwargs, place)[0]
 
-    def answered(self, recorder: Any) -> Any:
+    def answered(self) -> Any:
         """The answer to the next call."""
-
-        answer, is_new = self.template.answer(len(self.outs), self.outs, self.given, lambda x: waiting(recorder, x))
+        answer, found, is_new = self.template.answer(len(self.outs), self.outs, self.given)
         self.outs.append(answer)
-        self._reader.answered(answer)
-        self._answers.append([weakref.ref(x) if new else None for x, new in zip(parts(answer), is_new)])
+        self._reader.answered(found, found[0] is answer)
+        self._answers.append([weakref.ref(x) if new else None for x, new in zip(found, is_new)])
         return answer
 
     def end(self) -> None:
@@ -107,13 +107,19 @@ def as_it_was(iteration: AnsweredIteration) -> Iterator[None]:
         yield
 
 
-def waiting(recorder: Any, x: Any) -> torch.Tensor:
-    """The like of a tensor, as the answer to a call that is put off."""
-    if type(x) is Array:
-        found = leaves_.array_of_local(x, recorder.waiting(torch_internals.local(x)))
-    else:
-        found = recorder.waiting(x)
-    return found.requires_grad_() if x.requires_grad else found
+def waiting_like(recorder: Any, x: Any) -> Callable[[], torch.Tensor]:
+    """What makes tensors like this one, each as the answer to a call that is put off."""
+    is_array, follows = type(x) is Array, x.requires_grad
+    lies = lies_of(torch_internals.local(x) if is_array else x)
+    around_it = (torch_internals.spec(x), leaves_.lies_of(x)) if is_array else None
+
+    def make() -> torch.Tensor:
+        found = recorder.waiting(lies)
+        if around_it is not None:
+            found = made(found, *around_it)
+        return found.requires_grad_() if follows else found
+
+    return make
 
 
 def references(xs: list[Any]) -> list[int]:

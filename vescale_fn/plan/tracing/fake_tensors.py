@@ -10,6 +10,8 @@ import torch
 from ..._core import torch_internals
 from ..._core.sharding.layout import contiguous_stride
 
+Lies = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]  # shape, strides, ...
+
 
 class Valueless:
     """Runs ops on tensors that have shapes, strides, dtypes and devices, and no values.
@@ -24,7 +26,7 @@ class Valueless:
 
     def like(self, x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
         """A tensor without values that lies as `x`, there or on another device."""
-        return self._made((x.shape, x.stride(), x.dtype, device or _device(x)))
+        return self._made(lies_of(x) if device is None else (x.shape, x.stride(), x.dtype, device))
 
     def contiguous(self, shape: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         """A tensor of this shape without values and without gaps, of the dtype and on the device of `x`."""
@@ -98,10 +100,15 @@ def _key(a: Any) -> Any:
     return type(a), a
 
 
+def lies_of(x: torch.Tensor) -> Lies:
+    """How a tensor lies."""
+    return x.shape, x.stride(), x.dtype, _device(x)
+
+
 def _lies(out: Any) -> Any:
     """How results lie: one tensor's, or the kind of sequence with those of its tensors; None for anything else."""
     if isinstance(out, torch.Tensor):
-        return out.shape, out.stride(), out.dtype, _device(out)
+        return lies_of(out)
     if type(out) in (list, tuple) and all(isinstance(x, torch.Tensor) for x in out):
-        return type(out)(), [(x.shape, x.stride(), x.dtype, _device(x)) for x in out]
+        return type(out)(), list(map(lies_of, out))
     return None

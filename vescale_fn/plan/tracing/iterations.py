@@ -36,7 +36,12 @@ class CallPlace(NamedTuple):
 
     code: Any
     instruction: int
-    line: str
+    number: int
+
+    @property
+    def line(self) -> str:
+        """The line, as ``file:line``."""
+        return "?" if self.code is None else f"{self.code.co_filename}:{self.number}"
 
 
 class SeenCall(NamedTuple):
@@ -80,13 +85,13 @@ class IterationReader:
     def made(self, out: Any) -> Any:
         """Note what a call has given; for each tensor what it is, or how it lies where it is new."""
         lies: list[Any] = [self._known.get(id(x)) or signatures((x,)) for x in parts(out)]
-        self.answered(out)
+        self.answered(parts(out), isinstance(out, torch.Tensor))
         return type(out) if type(out) in (list, tuple) else None, lies
 
-    def answered(self, out: Any) -> None:
-        """Note what has been given for the result of a call."""
-        for i, x in enumerate(parts(out)):
-            self._known.setdefault(id(x), OutOf(self._calls, None if out is x else i))
+    def answered(self, tensors: Sequence[torch.Tensor], alone: bool) -> None:
+        """Note the tensors that have been given for the result of a call; whether that is one, or a sequence of them."""
+        for i, x in enumerate(tensors):
+            self._known.setdefault(id(x), OutOf(self._calls, None if alone else i))
         self._calls += 1
 
     def _read(self, x: Any, form: list[Any]) -> Any:
@@ -151,13 +156,13 @@ class IterationTemplate:
 
     Args:
         iteration: one that was seen.
-        like: makes the like of a tensor, which stands for none.
+        like: gives what makes others like a tensor.
     """
 
-    def __init__(self, iteration: SeenIteration, like: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, iteration: SeenIteration, like: Callable[[torch.Tensor], Callable[[], torch.Tensor]]) -> None:
         self.forms, self.ambient = [form for form, *_ in iteration.calls], around()
         self._calls = [call._replace(out=None, history=()) for _, call, _ in iteration.calls]
-        self._results = [
+        self._results: list[tuple[Any, list[Any]]] = [
             (
                 kind,
                 [
@@ -177,14 +182,12 @@ class IterationTemplate:
         one = self._calls[0]
         return one.function, one.place.code, one.place.instruction
 
-    def answer(
-        self, number: int, outs: Sequence[Any], given: Sequence[Any], like: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[Any, list[bool]]:
-        """What is given for the result of a call that is put off, and for each tensor of it whether it is new; `like` makes the
-        like of one."""
+    def answer(self, number: int, outs: Sequence[Any], given: Sequence[Any]) -> tuple[Any, list[Any], list[bool]]:
+        """What is given for the result of a call that is put off, the tensors in it, and for each whether it is new."""
         kind, results = self._results[number]
-        found = [_filled(x, outs, given) if isinstance(x, (OutOf, GivenTo)) else like(x) for x in results]
-        return (found[0] if kind is None else kind(found)), [not isinstance(x, (OutOf, GivenTo)) for x in results]
+        is_new = [type(x) is not OutOf and type(x) is not GivenTo for x in results]
+        found = [x() if new else _filled(x, outs, given) for x, new in zip(results, is_new)]
+        return (found[0] if kind is None else kind(found)), found, is_new
 
     def call(self, recorder: Any, number: int, outs: Sequence[Any], given: Sequence[Any]) -> Any:
         """Make a call, for its line."""

@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 from ..._core.base.op_arguments import tensors_in
-from .answered_iterations import waiting
+from .answered_iterations import waiting_like
 from .iterations import Differs, IterationReader, IterationTemplate, SeenCall, SeenIteration
 
 SMALLEST = 10  # calls in an iteration: fewer are not worth it
@@ -63,7 +63,7 @@ class LoopSearch:
         if len(starts) < 2 or starts[-1] - starts[-2] < SMALLEST:
             return None
         try:
-            return IterationTemplate(self._iteration(*starts[-2:]), lambda x: waiting(self.recorder, x))
+            return IterationTemplate(self._iteration(*starts[-2:]), lambda x: waiting_like(self.recorder, x))
         except Differs:
             self._differing += 1
             return None

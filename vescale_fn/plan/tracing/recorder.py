@@ -38,7 +38,7 @@ from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
 from . import ambient, branches, loops, mapped_rules, while_loops
 from .earlier import kept_from_it
-from .fake_tensors import Valueless
+from .fake_tensors import Lies, Valueless
 from .frame import WAITS, Frame, OfOneRank, RanksApart, RecordAgain, Unrecordable, Unrollable
 from .rank_rows import RankRows
 from .traced_float import Number, apart, near
@@ -386,9 +386,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._note(fake, OfOneRank())  # type: ignore[arg-type]
         return fake
 
-    def waiting(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor without values that lies as this one, of which there is no node yet."""
-        fake: Any = self._fake.like(x)
+    def waiting(self, lies: Lies) -> torch.Tensor:
+        """A tensor without values that lies so, of which there is no node yet."""
+        fake: Any = self._fake.lying(*lies)
         fake._plan_recorder, fake._plan_node = self, WAITS
         return fake
 

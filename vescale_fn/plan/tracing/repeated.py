@@ -183,7 +183,7 @@ class LoopWatch(torch_internals.TorchFunctionMode):
         except Differs:
             return None
         last = self._ended[-1].last if self._ended else None
-        if any(x is not last and waits(x) for x in started.given[before:]):
+        if len(started.given) > before and any(x is not last and waits(x) for x in started.given[before:]):
             return None
         if self._started is None and self._ended:  # all that the one before has made on its way has been left
             self._look_back()
@@ -191,7 +191,7 @@ class LoopWatch(torch_internals.TorchFunctionMode):
                 self._record(self._ended.pop(0))
                 started.begun = self._now()
         self._started = started
-        answer = started.answered(self.recorder)
+        answer = started.answered()
         if len(started.outs) == len(started.template.forms):
             self._started = None
             self._ended.append(started)

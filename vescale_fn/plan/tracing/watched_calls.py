@@ -16,12 +16,9 @@ from .iterations import CallPlace, parts
 
 
 def call_place() -> CallPlace:
+    """Where the user calls what the mode sees that asks."""
     frame = source_lines.user_frame(sys._getframe(2))
-    return (
-        CallPlace(None, -1, "?")
-        if frame is None
-        else CallPlace(frame.f_code, frame.f_lasti, source_lines.user_line(frame))
-    )
+    return CallPlace(None, -1, 0) if frame is None else CallPlace(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
 def can_wait(func: Any) -> bool:
