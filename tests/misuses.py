@@ -1928,7 +1928,7 @@ def an_axis_that_an_audit_cannot_find(mesh):
 def a_log_asked_for_another_name(mesh):
     """VfnError
     comm_log: op='psum' is not an op of the log
-      Instead: all_reduce, all_gather, reduce_scatter, reduce, all_to_all, permute, broadcast: psum is an all_reduce, psum_scatter a reduce_scatter
+      Instead: all_reduce, all_gather, reduce_scatter, reduce, all_to_all, permute, broadcast, send, receive: psum is an all_reduce, psum_scatter a reduce_scatter
     """
     with vfn.comm_log() as log:
         pass

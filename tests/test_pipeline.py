@@ -205,7 +205,7 @@ def test_a_tied_parameter_is_added_up_once_a_step() -> None:
     sends = [{("F", 1), ("F", 3)}, {("F", 2), ("B", 0)}, {("F", 3), ("B", 1)}, {("B", 2), ("B", 0)}]
     assert [stage.sends for stage in plan.stages] == [dict.fromkeys(to, activation) for to in sends]
     assert plan.timeline().bubble > 0
-    assert len(plan.text().splitlines()) == 7
+    assert len(plan.text().splitlines()) == 12
     stages = next(iter(piped._plans.values())).stages
     made = [node for (kind, _), nodes in stages.tasks.items() if kind != "PRE" for node in nodes]
     assert len(made) == len(set(made))

@@ -1,4 +1,9 @@
-"""What `piped.plan(...)` says beforehand of a step: the memory of each rank."""
+"""What `piped.plan(...)` says beforehand of a step: the memory of each rank, in numbers and drawn."""
+
+import html
+import json
+from pathlib import Path
+from xml.etree import ElementTree
 
 import torch
 
@@ -38,8 +43,13 @@ def laid_out(schedule: str):
 def counted(schedule: str):
     """What a rank holds at most in a step, counted; and the memory that is predicted of all."""
     piped, *args = laid_out(schedule)
-    memory, step = piped.plan(*args).memory(), vfn.value_and_grad(piped)
-    step(*args)
+    plan, step = piped.plan(*args), vfn.value_and_grad(piped)
+    memory = plan.memory()
+    with vfn.comm_log() as log:
+        step(*args)
+    place, sent = args[1].device_mesh.get_coordinate()[0], lambda rows: [r for r in rows if r.op in ("send", "receive")]
+    assert sent(log) == sent(plan.comms(place))
+    assert log.count("receive", "pp") >= PARTS
     with accounting([torch_internals.local(x) for x in vfn.tree.leaves(args)]) as account:
         step(*args)
     return account.peak, memory.peaks
@@ -57,8 +67,9 @@ def test_predicted_memory_is_what_ranks_are_counted_to_hold(gloo) -> None:
         assert all(abs(predicted / peak - 1) < 0.02 for peak, predicted in pairs), (name, pairs)
 
 
-def test_memory_in_flight_is_that_of_the_schedule() -> None:
-    """A chunk is two hidden values, two outputs, and what arrived; the first stage has the batch instead of that."""
+def test_memory_in_flight_is_that_of_the_schedule(tmp_path: Path) -> None:
+    """A chunk is two hidden values, two outputs, and what arrived; the first stage has the batch instead of that.
+    It is drawn below the timeline, and goes to traces."""
     value = 32 * WIDTH * 4
     chunk, first = 7 * value, 6 * value
     wanted = {"1f1b": (4 * first, 3 * chunk, 2 * chunk, chunk), "gpipe": (8 * first, *[8 * chunk] * 3)}
@@ -66,8 +77,21 @@ def test_memory_in_flight_is_that_of_the_schedule() -> None:
         mesh, args = vfn.make_mesh((4,), ("pp",)), arguments()
         for schedule, kept in wanted.items():
             with vfn.use_mesh(mesh):
-                memory = vfn.pipeline(layered, "pp", microbatches=PARTS, schedule=schedule).plan(*args).memory()
+                plan = vfn.pipeline(layered, "pp", microbatches=PARTS, schedule=schedule).plan(*args)
+            memory = plan.memory()
             most = [max(t.after["kept"] for t in row if "F" in t.task) for row in memory.rows]
             assert all(abs(a - b) <= value for a, b in zip(most, kept, strict=True))
-    assert memory.text().splitlines()[0].split()[:2] == ["rank", "peak"]
+        with vfn.comm_log() as log:
+            vfn.pipeline(layered, "pp", microbatches=PARTS)(vfn.shard(args[0], mesh, P()), args[1])
+    assert (log.count("send"), log.count("receive"), log.bytes("send")) == (3 * PARTS, 0, 3 * PARTS * value)
+    assert log[0].why == "pipeline: F of stage 0 to F of 1, pp=0 to pp=1"
     assert [row[-1].task for row in memory.rows] == ["results"] * 4
+    drawings, text = plan.html().split("<pre>")
+    timeline, of_memory = (ElementTree.fromstring(one) for one in drawings.split("<br>"))
+    assert len(timeline.findall(".//{*}title")) == 4 * 2 * PARTS
+    assert len(of_memory.findall(".//{*}polygon")) == 4 * 6
+    assert html.unescape(text) == f"{plan}</pre>"
+    plan.trace(path := tmp_path / "trace.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    held = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == 3]
+    assert held == [sum(moment.after.values()) for moment in memory.rows[3]]

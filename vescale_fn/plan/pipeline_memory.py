@@ -23,7 +23,7 @@ from .ir.memory_use import bytes_text, memory
 from .stage_runs import TERM, Name, StageRun, edges, names_from, names_of_terms, split, taken
 from .staged import Staged
 from .stages import PRE, Stages
-from .tasks import Task, tasks_of
+from .tasks import Task
 
 KINDS: Sequence[str] = ("arguments", "once", "kept", "gradients", "messages", "in a task")
 ARGUMENTS, ONCE, KEPT, GRADIENTS, MESSAGES, WITHIN = KINDS
@@ -109,7 +109,7 @@ def memory_of(staged: Staged, homes: Sequence[Iterable[int]], timeline: Timeline
 def _runs(staged: Staged, homes: Sequence[Iterable[int]], posts: Sequence[_Post]) -> list[StageRun]:
     """The step of each rank."""
     stages, runs = staged.stages, []
-    tasks = {s: staged.tasks[s] if s in staged.tasks else tasks_of(stages, s) for s in range(stages.count)}
+    tasks = {s: staged.tasks_at(s) for s in range(stages.count)}
     made: dict[fx.Graph, _Gives] = {}
     gradients = {term.node for terms in stages.parts for term in terms}
     for rank, post in enumerate(posts):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from .._core.base.messages import count_text
+from .._core.distributed.comm_log import CommLog
 from ..schedules import Costs, Schedule, Timeline
 from .ir.costs import rates, seconds
 from .ir.graph import nbytes, value
+from .lowered import Lowered
+from .message_log import Messages
+from .pipeline_drawing import html_text, trace_text
 from .pipeline_memory import PipelineMemory, memory_of
+from .stage_runs import names_from, names_to
 from .staged import Staged
 from .stages import PRE, B, F, W
 
@@ -33,7 +40,7 @@ class PipelineStage:
 
 @dataclass(frozen=True, repr=False)
 class PipelinePlan:
-    """The plan of a pipelined function; it prints as a table.
+    """The plan of a pipelined function; it prints as tables, and is drawn in a notebook.
 
     Attributes:
         stages: in order.
@@ -59,17 +66,45 @@ class PipelinePlan:
         gradients, messages; `costs` are as for `timeline`."""
         return memory_of(self._staged, self._homes, self.timeline(costs))
 
+    def comms(self, rank: int = 0) -> CommLog:
+        """What a rank of the axis communicates in the tasks of a step, in order, as `comm_log` lists it: collectives over other
+        axes, "send" and "receive". What is done with the sums of all parts comes after it and is not in it."""
+        stages, schedule, log = self._staged.stages, self.schedule, CommLog()
+        messages = Messages(stages, schedule.placement, self._staged.along.axis, self._staged.played)
+        tasks = {s: self._staged.tasks_at(s) for s, at in enumerate(schedule.placement) if at == rank}
+        todo = [(PRE, s, 0) for s in tasks]
+        todo += [action for at, action in self._staged.order if at == rank]
+        for kind, stage, part in todo:
+            rows = [messages.row("receive", name) for name in names_to(stages, kind, stage, part)]
+            graph = tasks[stage][kind].graph
+            rows += [] if graph is None else Lowered(graph, "").comms()
+            rows += [messages.row("send", name) for name in names_from(stages, kind, stage, part)]
+            for row in filter(None, rows):
+                log.append(row)
+        return log
+
     def text(self) -> str:
-        """The table."""
+        """The stages, and what each rank holds at most."""
         lines = [repr(self.schedule), "stage rank   calls: once, F, B, W   predicted us: F, B, W   sends a microbatch"]
         for i, stage in enumerate(self.stages):
             calls = " ".join(f"{stage.calls[kind]:5}" for kind in (PRE, F, B, W))
             times = " ".join(f"{stage.seconds[kind] * 1e6:7.0f}" for kind in (F, B, W))
             sends = ", ".join(f"{kind} to {to}: {count_text(size, 'byte')}" for (kind, to), size in stage.sends.items())
             lines.append(f"{i:5} {stage.rank:4} {calls} {times}   {sends}".rstrip())
-        return "\n".join([*lines, f"predicted bubble {self.timeline().bubble:.1%}"])
+        return "\n".join([*lines, f"predicted bubble {self.timeline().bubble:.1%}", self.memory().text()])
 
     __repr__ = text
+
+    def html(self) -> str:
+        """The plan as a page shows it: the timeline, below it what each rank holds meanwhile, and the tables."""
+        return html_text(self.timeline(), self.memory(), self.text())
+
+    _repr_html_ = html
+
+    def trace(self, path: str | os.PathLike[str], costs: Costs | None = None) -> None:
+        """Write a trace for https://ui.perfetto.dev or chrome://tracing: a process for each rank, and what it holds as
+        counters; costs, in seconds, are as for `timeline`."""
+        Path(path).write_text(trace_text(self.timeline(costs), self.memory(costs)))
 
 
 def planned(staged: Staged, homes: Sequence[Iterable[int] | None]) -> PipelinePlan:

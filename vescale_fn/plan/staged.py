@@ -11,7 +11,7 @@ from torch import fx
 
 from .._core import torch_internals
 from .._core.arrays.along_axis import AlongAxis
-from .._core.base import source_lines
+from .._core.base import context, source_lines
 from .._core.base.errors import TransformError
 from .._core.base.messages import report
 from .._core.distributed.edges import Lies, edge_group
@@ -19,6 +19,7 @@ from .._core.sharding.layout import contiguous_stride
 from .cut_choice import chosen
 from .ir.graph import output
 from .ir.nested import all_collectives, everywhere
+from .message_log import Logged, Messages
 from .passes.functionalize_writes import writes
 from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
@@ -204,6 +205,15 @@ class Staged:
         batch = frozenset(x for i, xs in self.places for x in xs if i in self.varying)
         return CutStep(graph, values, grads, of_parameters, batch, gathers)
 
+    @property
+    def played(self) -> int:
+        """How many ranks at each place of the axis this process plays."""
+        return len(self.along.lines) if self.along.all_here else 1
+
+    def tasks_at(self, stage: int) -> dict[str, Task]:
+        """The tasks of a stage, of this process or not."""
+        return self.tasks[stage] if stage in self.tasks else tasks_of(self.stages, stage)
+
     def uses(self) -> list[set[int]]:
         """For each parameter the coordinates on the axis whose stages use it."""
         found: dict[fx.Node, set[int]] = {}
@@ -266,6 +276,9 @@ class Staged:
         else:
             rows = [[action for rank, action in self.order if rank == place] for place in range(along.size)]
             post = Between(self.stages, placement, rows, along.me, along.ranks, self._groups)
+        if logs := context.logs():
+            messages = Messages(self.stages, placement, along.axis, self.played)
+            post = Logged(post, messages, logs, receives=not along.all_here)
         run = StageRun(self.stages, self.tasks, fixed, own, post)
         for rank, action in self.order:
             if along.all_here or rank == along.me:

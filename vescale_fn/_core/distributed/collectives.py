@@ -140,7 +140,7 @@ TABLE = {
         put=_one_given,
     ),
 }
-OPS = tuple(TABLE)
+OPS = (*TABLE, "send", "receive")  # of a log: messages of pipelines, too
 
 
 def all_reduce(
