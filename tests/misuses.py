@@ -2712,6 +2712,15 @@ def a_pipeline_in_a_body(mesh):
 
 
 @misuse
+def a_pipeline_in_a_pipeline(mesh):
+    """TransformError
+    pipeline: a pipelined function runs by a schedule of its own, and is no part of another one's stages
+      Instead: one pipeline, along one axis; or vfn.optim.microbatches(f, m), which any transform takes
+    """
+    vfn.grad(two(vfn.pipeline(layers, "tp", microbatches=2)))(three(mesh), X)
+
+
+@misuse
 def a_pipeline_under_vmap(mesh):
     """TransformError
     pipeline: a pipelined function has a value and a gradient, and no other derivative; nor can it be mapped

@@ -100,7 +100,7 @@ def regularised(params, x, y):
         x = torch.tanh(x.add_(0.5))
         terms = terms + x.float().square().mean() + 0.1 * (w * w).sum()
         x = vfn.cut(x)
-    return (x.float() - y).square().mean() * terms, {"terms": terms}
+    return (x.float() - y).square().mean() * terms, {"terms": terms, "first": params[0]}
 
 
 def views(params, x, y):
@@ -489,8 +489,21 @@ def parted_plan(rank: int) -> list[str]:
     return heard
 
 
+def skipping(sends: list):
+    """Values of several dtypes in one message; whose sends are noted."""
+    isend, dist.isend = dist.isend, lambda x, **how: sends.append(x) or isend(x, **how)
+    piped = vfn.pipeline(skips, "pp", microbatches=PARTS, cuts=[0, 1, 2])
+    params = vfn.shard(matrices(4), mesh := vfn.make_mesh((4,), ("pp",)), P())
+    found = vfn.unshard(vfn.value_and_grad(piped)(params, X, Y))
+    dist.isend = isend
+    messages = next(iter(piped._plans.values())).stages.messages
+    assert len(sends) == PARTS * sum(source == mesh.get_coordinate()[0] for _, source, *_ in messages)
+    return found
+
+
 def on_a_rank():
     return (
+        skipping([]),
         [piped_step("fsdp"), piped_step("tp", V), piped_step("four stages", "gpipe")],
         tied_step()[1],
         parted(dist.get_rank()),
@@ -503,7 +516,8 @@ def test_stages_on_real_ranks(gloo) -> None:
     wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
     with vfn.simulate(4):
         of_plan, *_ = planned_step()[0]
-    for found, of_tied, heard, (in_plan, hits, sent), apart in gloo(4, on_a_rank):
+    for skipped, found, of_tied, heard, (in_plan, hits, sent), apart in gloo(4, on_a_rank):
+        assert all(same(skipped, vfn.optim.microbatches(vfn.value_and_grad(skips), PARTS)(matrices(4), X, Y)))
         assert all(same(in_plan, [of_plan, of_plan]))
         assert hits == 1
         # of a stage's gradients one reduction, with the loss in it, and a loss for all

@@ -63,6 +63,13 @@ def program(mesh: vfn.Array | None) -> dict:
         h = vfn.with_sharding(torch.tanh(x @ w0), P(at={"pp": 1}))
         return vfn.with_sharding((h @ w1)[:, ids].softmax(1).square().sum(), P())
 
+    def twice(w, x):
+        """Uses a value of all ranks at one place after the other."""
+        h = vfn.with_sharding(torch.tanh(x @ w), P("tp", at={"pp": 1}))
+        h = vfn.with_sharding(torch.tanh(h @ w), P(at={"pp": 0}))
+        return vfn.with_sharding((h @ w).square().sum(), P()) + w.square().sum()
+
+    at_0 = shard(a, P(at={"pp": 0}))
     value, grads = vfn.value_and_grad(loss, argnums=(0, 1, 2))(w0, w1, shard(a, P()))
     c = w1.clone()
     c[0] = 5.0
@@ -77,6 +84,7 @@ def program(mesh: vfn.Array | None) -> dict:
     found = {
         "value": value,
         "grads": grads,
+        "twice": [vfn.grad(twice)(shard(b, P("tp")), at_0), vfn.jit(vfn.grad(twice))(shard(b, P()), at_0)],
         "c": c,
         "d": d.sort(0)[0],
         "sums": sums,

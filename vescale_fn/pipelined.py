@@ -191,13 +191,13 @@ class Pipelined:
         leaves, structure = opened(params, "pipeline", "params", modules=True)
         others = [x for x in tree.leaves((batch, kwargs)) if isinstance(x, torch.Tensor)]
         if not torch.is_grad_enabled():
-            return self._run(self._f, None, params, batch, kwargs)
+            return self._run(_made_anew(self._f), None, params, batch, kwargs)
         if any(x.requires_grad for x in others):
             what = "gradients are taken by its first argument alone, the parameters"
             raise TransformError(report("pipeline", what, fix=_INSTEAD))
         followed = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         if not followed:
-            return self._run(self._f, None, params, batch, kwargs)
+            return self._run(_made_anew(self._f), None, params, batch, kwargs)
         if context.grad_depth() > 1:
             raise _no_second_derivative()
         rest = [x for i, x in enumerate(leaves) if i not in followed]
@@ -234,6 +234,9 @@ class Pipelined:
 
     def _check_around(self) -> None:
         """Raise where another transform is at work."""
+        if getattr(torch_internals.recorder(), "cuts", None) is not None and not torch_internals.in_backward_pass():
+            what = "a pipelined function runs by a schedule of its own, and is no part of another one's stages"
+            raise TransformError(report("pipeline", what, fix=f"one pipeline, along one axis; or {_INSTEAD}"))
         if context.body() is not None:
             what = "a pipelined function runs on all ranks, and cannot be called in a shard_map body"
             raise TransformError(report("pipeline", what, fix="the shard_map in the function; or " + _INSTEAD))
@@ -477,6 +480,17 @@ def _on_all(plan: Staged | None, along: AlongAxis, name: str, failure: Exception
         what = f"the call of {name} raised on rank {rank}, and not here"
         raise RecordError(report("pipeline", what, [by_rank[rank].splitlines()[0]]), follows=True)
     return digest > 0 and most == -least
+
+
+def _made_anew(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, where it gives back what it was given, a parameter say, with a value of its own in its place."""
+
+    @functools.wraps(f)
+    def anew(params: Any, *batch: Any, **kwargs: Any) -> Any:
+        out, given = f(params, *batch, **kwargs), set(map(id, tree.leaves((params, batch, kwargs))))
+        return tree.map_(lambda x: x.clone() if isinstance(x, torch.Tensor) and id(x) in given else x, out)
+
+    return anew
 
 
 def _checked(mesh: Any) -> Any:

@@ -37,13 +37,13 @@ from .gathered import Gathered
 from .layout_solver import Solution, solved
 from .lazy_layout import is_new
 from .on_blocks import Local, LocalNew, LocalView, LocalWrite, OnBlocks, ViewOnBlocks, WriteOnBlocks, in_order
-from .places import Copied, Meets, NotHere, check_writes, meeting
+from .places import Copied, Meets, NotHere, added, check_writes, meeting
 from .result_metas import metas
 from .rules.compositions import COMPOSED, READING, composed
 from .rules.parts import strided
 from .rules.rule import Call, Parts, Rule, T, without_blocks
 from .rules.table import find
-from .rules.traits import NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
+from .rules.traits import ADDITION, NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
 from .strides import overlaps
 
 
@@ -110,6 +110,14 @@ class _OpCall:
 def decide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], lies: tuple[str, ...] = ()) -> Decision:
     """Decide on one call. `lies`: what is remembered of the layout of a tensor that the call does not name."""
     tensors = tensors_in(args, kwargs)
+    if func is ADDITION and len(tensors) == 2 and (sum_ := added(func, tensors)) is not None:
+        return sum_
+    return _decided(func, args, kwargs, tensors, lies)
+
+
+def _decided(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Any], lies: tuple[str, ...]
+) -> Decision:
     mesh, meets = _mesh_of(func, tensors)
     if place_of(mesh) is not None:
         check_writes(func, args, kwargs, mesh)

@@ -58,6 +58,23 @@ class Meets(Decision):
 
 
 @dataclass(frozen=True, eq=False)
+class Added(Decision):
+    """Autograd adds cotangents of a value that all ranks hold and several places use: each is a part of the sum."""
+
+    axes: tuple[str, ...]
+
+    def run(self, cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensors = tensors_in(args, kwargs)
+        if not torch_internals.in_backward_pass():
+            meeting(self.func, tensors, [torch_internals.mesh(x) for x in tensors])  # raises
+        return cls.redispatch(self.func, *with_tensors((args, kwargs), map(self._part, tensors)))
+
+    def _part(self, x: Any) -> Any:
+        lies = layout(torch_internals.spec(x))
+        return relocated(x, self.mesh, P(*lies, unreduced=lies.unreduced.union(self.axes)), "a cotangent of one place")
+
+
+@dataclass(frozen=True, eq=False)
 class Copied(Decision):
     """The op's result depends on values, as a number that Python reads does: every rank gets the arguments first."""
 
@@ -163,6 +180,20 @@ def meeting(func: Any, tensors: Sequence[Any], meshes: Sequence[Any]) -> Any:
             what = f"an array at {place_text(at)} meets one that is split or summed over {', '.join(map(repr, sorted(used)))}"
             raise SpecError(report(op_text(func), what, [text(first), text(x)], fix))
     return at_place(whole, at)
+
+
+def added(func: Any, tensors: Sequence[Any]) -> Added | None:
+    """How two cotangents are added up that are at different places of an axis, or sums over it; None for anything else."""
+    if not torch_internals.in_backward_pass() or not all(isinstance(x, DTensor) for x in tensors):
+        return None
+    meshes = [torch_internals.mesh(x) for x in tensors]
+    placed = [place for mesh in meshes if (place := place_of(mesh)) is not None]
+    if not placed or not same(*map(whole_mesh, meshes)):
+        return None
+    axes = placed[0].axes
+    sums = [x for x in tensors if layout(torch_internals.spec(x)).unreduced.issuperset(axes)]
+    apart = len(placed) == 2 and axes == placed[1].axes and _both(placed[0].at, placed[1].at) is None
+    return Added(func, placed[0].whole, axes) if apart or (len(placed) == 1 and sums) else None
 
 
 def _name(func: Any, arrays: Sequence[Any], x: Any) -> str:

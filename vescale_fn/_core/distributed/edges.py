@@ -59,20 +59,17 @@ class Inbox:
 
     def __init__(self, group: Any, source: int, expected: Sequence[tuple[Hashable, Sequence[Lies]]]) -> None:
         self.group, self.source, self.expected = group, source, deque(expected)
-        self.arriving: dict[Hashable, list[tuple[Any, torch.Tensor | None, Lies]]] = {}
+        self.arriving: dict[Hashable, tuple[Sequence[Lies], list[tuple[Any, torch.Tensor]]]] = {}
 
     def begin(self) -> None:
         """Begin to receive the next message, if there is one."""
         if self.expected:
             name, lies = self.expected.popleft()
-            self.arriving[name] = [self._begun(one) for one in lies]
+            self.arriving[name] = lies, [self._begun([lies[i] for i in row]) for row in bundles(tuple(lies))]
 
-    def _begun(self, lies: Lies) -> tuple[Any, torch.Tensor | None, Lies]:
-        size = _size(lies)
-        if not size:
-            return None, None, lies
-        bits = torch.empty(size, dtype=_carrier(lies.dtype), device=lies.device)
-        return dist.irecv(bits, src=self.source, group=self.group), bits, lies
+    def _begun(self, lies: Sequence[Lies]) -> tuple[Any, torch.Tensor]:
+        bits = room_for(lies)
+        return dist.irecv(bits, src=self.source, group=self.group), bits
 
     def take(self, name: Hashable) -> list[torch.Tensor]:
         """The values of a message, which is waited for."""
@@ -80,12 +77,12 @@ class Inbox:
             self.begin()
         if len(self.arriving) == 1:
             self.begin()
-        found = []
-        for work, bits, lies in self.arriving.pop(name):
-            if work is not None:
-                work.wait()
-            found.append(unpacked(bits, lies))
-        return found
+        lies, begun = self.arriving.pop(name)
+        found: dict[int, torch.Tensor] = {}
+        for row, (work, bits) in zip(bundles(tuple(lies)), begun, strict=True):
+            work.wait()
+            found.update(zip(row, apart(bits, [lies[i] for i in row]), strict=True))
+        return [found[i] if i in found else unpacked(None, one) for i, one in enumerate(lies)]
 
 
 class Outbox:
@@ -100,8 +97,9 @@ class Outbox:
         """Begin to send."""
         while self.leaving and all(work.is_completed() for work, _ in self.leaving[0]):
             self._let_go()
-        every = [packed(x, one) if _size(one) else None for x, one in zip(values, lies, strict=True)]
-        self.leaving.append([(dist.isend(x, dst=self.target, group=self.group), x) for x in every if x is not None])
+        rows = bundles(tuple(lies))
+        every = [together([values[i] for i in row], [lies[i] for i in row]) for row in rows]
+        self.leaving.append([(dist.isend(x, dst=self.target, group=self.group), x) for x in every])
         self.sent += 1
 
     def arrived(self, count: int) -> None:
@@ -120,6 +118,59 @@ class Outbox:
 
 
 # --- values as messages -----------------------------------------------------------------------------------------------
+
+
+_ALIGNED = 16  # bytes, at a multiple of which each of several values begins
+
+
+@functools.lru_cache(maxsize=1024)
+def bundles(lies: tuple[Lies, ...]) -> list[list[int]]:
+    """Which of the values of a message travel as one: those on a device. What has no elements does not."""
+    rows: dict[torch.device, list[int]] = {}
+    for i, one in enumerate(lies):
+        if _size(one):
+            rows.setdefault(one.device, []).append(i)
+    return list(rows.values())
+
+
+def room_for(lies: Sequence[Lies]) -> torch.Tensor:
+    """Memory for values that travel as one: a value alone as what carries it, several as bytes."""
+    one = lies[0]
+    if len(lies) == 1:
+        return torch.empty(_size(one), dtype=_carrier(one.dtype), device=one.device)
+    return torch.empty(_places(lies)[-1], dtype=torch.uint8, device=one.device)
+
+
+def together(values: Sequence[torch.Tensor], lies: Sequence[Lies]) -> torch.Tensor:
+    """Values as one."""
+    if len(lies) == 1:
+        return packed(values[0], lies[0])
+    bits = room_for(lies)
+    for x, one, at in zip(values, lies, _places(lies)):
+        row = packed(x, one).view(torch.uint8)
+        bits[at : at + len(row)] = row
+    return bits
+
+
+def apart(bits: torch.Tensor, lies: Sequence[Lies]) -> list[torch.Tensor]:
+    """The values again."""
+    if len(lies) == 1:
+        return [unpacked(bits, lies[0])]
+    return [
+        unpacked(bits[at : at + _bytes(one)].view(_carrier(one.dtype)), one) for one, at in zip(lies, _places(lies))
+    ]
+
+
+def _places(lies: Sequence[Lies]) -> list[int]:
+    """Where each of several values begins, in bytes, and where the last one ends."""
+    found = [0]
+    for one in lies:
+        found.append(found[-1] + -(-_bytes(one) // _ALIGNED) * _ALIGNED)
+    return found
+
+
+def _bytes(lies: Lies) -> int:
+    return _size(lies) * _carrier(lies.dtype).itemsize
 
 
 def packed(x: torch.Tensor, lies: Lies) -> torch.Tensor:

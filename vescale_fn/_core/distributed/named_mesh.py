@@ -159,7 +159,7 @@ class Mesh(DeviceMesh):
 
     def _part(self, names: tuple[str, ...], places: dict[str, int]) -> Mesh:
         me = self.get_coordinate()
-        if torch_internals.has_groups(self) and me is not None:
+        if dist.is_initialized() and torch_internals.has_groups(self) and me is not None:
             if all(me[self.axis_names.index(name)] == i for name, i in places.items()):
                 return named(super().__getitem__(names))
         where = tuple(slice(None) if name in names else places.get(name, 0) for name in self.axis_names)

@@ -37,6 +37,7 @@ SAME_VALUE = {_aten.detach.default, _aten.alias.default}  # another name for the
 UNSHARED_VIEW = {_aten._unsafe_view.default}  # a view of a value that nothing else should know
 STATES_OFFSET = {_aten.as_strided.default: 3}  # the argument that says where a view begins in memory, where it is given
 DROPS_DIM = {_aten.slice.Tensor: False, _aten.select.int: True}  # views of a part of one dim: whether it is gone
+ADDITION = _aten.add.Tensor  # by which autograd adds up cotangents
 
 READS_TABLE = {_aten.embedding.default}  # (table, indices)
 TABLE_GRADIENT = _aten.embedding_dense_backward.default  # (gradient, indices, number of rows)
