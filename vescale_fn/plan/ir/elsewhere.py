@@ -17,7 +17,7 @@ from torch import fx
 from ..._core.distributed.collectives import Collective, Start
 from ..._core.distributed.mesh import communicator_of
 from ..._core.distributed.places import is_elsewhere, nothing
-from .graph import Step, calls, copied, has_effect, output, value, written
+from .graph import Step, calls, copied, has_effect, operator_of, output, value, written
 from .mapped import unmapped
 from .nested import Nested
 from .shared_bodies import inlined
@@ -96,7 +96,7 @@ class _Gone:
         with self.graph.inserting_before(node):
             whole = not (isinstance(node.target, Step) and node.target.at)  # which knows what is missing
             for x in missing:
-                node.replace_input_with(x, _stand_in(self.graph, x, whole))
+                node.replace_input_with(x, _stand_in(self.graph, x, whole, operator_of(node) is not None))
 
 
 def _gives_elsewhere(node: fx.Node) -> bool:
@@ -115,20 +115,23 @@ def _receives(collective: Collective) -> bool:
     return group.index(communicator.ranks[0]) in [destination for _, destination in collective.params[0]]
 
 
-def _stand_in(graph: fx.Graph, x: fx.Node, whole: bool) -> fx.Node:
-    """What stands for a value; `whole`: in memory of its own."""
+def _stand_in(graph: fx.Graph, x: fx.Node, whole: bool, written: bool = False) -> fx.Node:
+    """What stands for a value; `whole`: as an argument of a call, which may be an index; `written`: whose result may lie in its
+    memory."""
     val: Any = value(x)
     made = [(tuple(one.shape), one.dtype, one.device) for one in (val if isinstance(val, (list, tuple)) else [val])]
-    make = functools.partial(_made, made, whole, isinstance(val, (list, tuple)))
+    make = functools.partial(_made, made, whole, written, isinstance(val, (list, tuple)))
     node = graph.call_function(Step("elsewhere", make))
     node.meta = {"val": val, "line": x.meta.get("line", "")}
     return node
 
 
-def _made(what: Sequence[Any], whole: bool, several: bool) -> Any:
+def _made(what: Sequence[Any], whole: bool, written: bool, several: bool) -> Any:
     found = [nothing(*one, own=whole) for one in what]
     if whole:  # an index that is nothing must not end the program
         found = [x if x.is_floating_point() or x.is_complex() else torch.zeros_like(x) for x in found]
+    if written:
+        found = [x.clone(memory_format=torch.contiguous_format) for x in found]
     return found if several else found[0]
 
 
