@@ -20,6 +20,7 @@ from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect
 from ..ir.nested import ends, extracted, nested, reached
 from ..ir.ranks_as_one import ROW
 from ..ir.shared_bodies import Shared, inlined, placed
+from .slice_draws import draws
 
 MANY = 16
 
@@ -33,7 +34,10 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
         target: inlined(target.bodies[0]) for target, n in count.items() if n >= many or target.found
     }  # type: ignore
     bodies = {target: body for target, body in bodies.items() if may_stay(body)}
+    apart = count.keys() - bodies.keys()
     graph = inlined(given_up(graph), bodies)
+    if apart:  # slices stop where a body ends
+        graph = draws(graph)
     hot = changed(graph)
     for target, body in bodies.items():
         same = [node for node in nested(graph) if node.target is target]
