@@ -20,6 +20,7 @@ from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect
 from ..ir.nested import ends, extracted, nested, reached
 from ..ir.ranks_as_one import ROW
 from ..ir.shared_bodies import Shared, inlined, placed
+from .parts_of_results import parts
 from .slice_draws import draws
 
 MANY = 16
@@ -42,6 +43,8 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
     for target, body in bodies.items():
         same = [node for node in nested(graph) if node.target is target]
         _less(same, body, hot)
+    for target in {node.target: None for node in nested(graph) if isinstance(node.target, Shared)}:
+        parts([node for node in nested(graph) if node.target is target])
     return graph
 
 
