@@ -8,7 +8,7 @@ is the same in all calls (a mask). Simulated ranks' calls, which stand in rows, 
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,13 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
     for target, body in bodies.items():
         same = [node for node in nested(graph) if node.target is target]
         _less(same, body, hot)
-    for target in {node.target: None for node in nested(graph) if isinstance(node.target, Shared)}:
-        parts([node for node in nested(graph) if node.target is target])
+    staying: dict[Any, list[fx.Node]] = defaultdict(list)
+    for node in nested(graph) if bodies else ():
+        staying[node.target].append(node)
+    hot = changed(graph) if staying else hot
+    for target, same in staying.items():
+        if isinstance(target, Shared):
+            parts(graph, same, hot)
     return graph
 
 
