@@ -208,7 +208,7 @@ class Staged:
     @property
     def played(self) -> int:
         """How many ranks at each place of the axis this process plays."""
-        return len(self.along.lines) if self.along.all_here else 1
+        return len(self.along.lines) if self.along.simulated else 1
 
     def tasks_at(self, stage: int) -> dict[str, Task]:
         """The tasks of a stage, of this process or not."""
