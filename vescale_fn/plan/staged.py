@@ -25,7 +25,6 @@ from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
 from .stage_runs import Between, Here, StageRun, edges, split
 from .stages import CutStep, F, filled
-from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
@@ -56,8 +55,7 @@ class Staged:
         owners: for each of these the place on the axis of the rank that has it.
         results: of which these are the plain tensors.
         stages: the tasks.
-        all_tasks: those of each stage.
-        tasks: those of the stages that this process plays.
+        tasks: those of the stages that this process plays, as functions.
         digest: of the plan, a positive number below 2**63: on real ranks the same on all of them.
         out_def: the tree of the results.
     """
@@ -119,10 +117,8 @@ class Staged:
             for action in one
             if gradients or action[0] == F
         ]
-        self.bodies = TaskBodies()
-        self.all_tasks = [tasks_of(self.stages, s, self.bodies) for s in range(self.stages.count)]
-        mine = [s for s, rank in enumerate(placement) if along.all_here or rank == along.me]
-        self.tasks: dict[int, dict[str, Task]] = {s: self.all_tasks[s] for s in mine}
+        mine = {s for s, rank in enumerate(placement) if along.all_here or rank == along.me}
+        self.tasks: dict[int, dict[str, Task]] = {s: tasks_of(self.stages, s) for s in sorted(mine)}
         self._needed = {x for own in self.tasks.values() for task in own.values() for x in task.inputs}
         self._needed.update(self.stages.values, (term.node for terms in self.stages.parts for term in terms))
 
@@ -159,8 +155,6 @@ class Staged:
 
     def _connect(self) -> None:
         along = self.along
-        if not self._consensus.meet([t.body.meets for of in self.all_tasks for t in of.values() if t.body is not None]):
-            self.bodies.give_back()
         self._groups: dict[tuple[int, int], Any] = {}
         if not along.all_here:
             for pair in edges(self.stages, self.schedule.placement):
@@ -214,7 +208,11 @@ class Staged:
     @property
     def played(self) -> int:
         """How many ranks at each place of the axis this process plays."""
-        return len(self.along.lines) if self.along.simulated else 1
+        return len(self.along.lines) if self.along.all_here else 1
+
+    def tasks_at(self, stage: int) -> dict[str, Task]:
+        """The tasks of a stage, of this process or not."""
+        return self.tasks[stage] if stage in self.tasks else tasks_of(self.stages, stage)
 
     def uses(self) -> list[set[int]]:
         """For each parameter the coordinates on the axis whose stages use it."""
