@@ -1,5 +1,7 @@
 """Loops under `jit`: one call in the plan, whose body is recorded once, forward and backward; the numbers of the unrolled loop."""
 
+import contextlib
+
 import pytest
 import torch
 from test_control_flow import LAYOUTS, TRANSFORMS, XS, F, W, body, by_hand, loss, scanned, total
@@ -235,6 +237,69 @@ def test_a_pullback_that_is_mapped() -> None:
     assert_close(vfn.jit(rows)(XS[0]), rows(XS[0]))
     with vfn.simulate(2):
         mapped_pullbacks(vfn.make_mesh((2,), ("i",)))
+
+
+def of_all(w, c, xs, scan=vfn.scan, hidden=False, kept=lambda c: c):
+    """A loop that closes over a weight, and over what was computed of it; `hidden`: once where no mode sees it."""
+    h = w.sin()
+
+    def step(c, x):
+        with torch._C.DisableTorchFunction() if hidden else contextlib.nullcontext():
+            y = c @ w
+        return kept(torch.tanh(y + c @ h + x * w[0])), c * x
+
+    last, ys = scan(step, c, xs)
+    return (last**2).sum() + (ys * w.sum()).sin().sum()
+
+
+def plain_scan(f, c, xs):
+    rows = []
+    for x in xs:
+        c, y = f(c, x)
+        rows.append(y)
+    return c, torch.stack(rows)
+
+
+def by_grads(order):
+    def of(f):
+        for _ in range(order):
+            f = lambda w, f=f: (torch.func.grad(f)(w) * w.cos()).sum()
+        return torch.func.grad(f)
+
+    return of
+
+
+NESTED = {  # with the calls of loops in the plan
+    "grad grad": (by_grads(1), 4),
+    "grad grad grad": (by_grads(2), 8),
+    "jacrev": (lambda f: torch.func.jacrev(lambda w: f(w) * w), 2),
+    "hessian": (torch.func.hessian, 2),
+    "grad jacrev": (lambda f: torch.func.grad(lambda w: (torch.func.jacrev(f)(w) * w.cos()).sum()), 4),
+    "vmap grad grad": (lambda f: lambda w: torch.func.vmap(by_grads(1)(f))(torch.stack([w, 2 * w])), 4),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_transforms_of_torch_func_in_each_other(name: str) -> None:
+    """When the inner one is over, what a body closes over counts for its derivative all the same."""
+    transform, calls = NESTED[name]
+    wanted = transform(lambda w: of_all(w, XS[0], XS, plain_scan))(W)
+    jitted = vfn.jit(transform(lambda w: of_all(w, XS[0], XS)))
+    assert_close(jitted(W), wanted, rtol=1e-10, atol=1e-10)
+    assert rolled(jitted) == calls
+    if name in ("grad grad", "jacrev"):
+        hidden = vfn.jit(transform(lambda w: of_all(w, XS[0], XS, hidden=True)))
+        assert_close(hidden(W), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_transforms_of_torch_func_in_each_other_over_arrays() -> None:
+    wanted = by_grads(1)(lambda w: of_all(w, XS[:5], XS, plain_scan))(W)
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("i",))
+        w, c = vfn.shard(W, mesh, P(None, "i")), vfn.shard(XS[:5], mesh, P("i"))
+        jitted = vfn.jit(by_grads(1)(lambda w: of_all(w, c, XS, kept=lambda c: vfn.with_sharding(c, P("i")))))
+        assert_close(vfn.unshard(jitted(w)), wanted, rtol=1e-10, atol=1e-10)
+        assert rolled(jitted) == 4
 
 
 def test_a_pullback_in_forward_mode_runs_as_written() -> None:

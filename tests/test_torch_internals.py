@@ -368,6 +368,22 @@ def values_of_another_layer() -> list[list[float]]:
     return [[value.item()], [tangent.item()]]
 
 
+def new_under_grad():
+    """The gradient in a transform of its own, within another one that differentiates it; and what of it is left behind it."""
+    kept = []
+
+    def cubed(x):
+        with door.new_gradient() as layer:
+            y = door.begin_following(layer.whole(iter([x]), True, 0))
+            kept.append(y)
+            (g,) = torch.autograd.grad(y**3, y, create_graph=True)
+            on = layer.is_on and door.below_ended(y) is None
+            g = layer.parts(g, True, 0)[0]
+        return g if on and layer.is_over and door.below_ended(y) is x else g * 0
+
+    return torch.func.grad(cubed)(torch.tensor(2.0)) == 12 and door.below_ended(door.below_ended(kept[0])) is not None
+
+
 def begun_under_grad() -> bool:
     def f(x):
         y = door.begin_following(x.detach())
@@ -440,6 +456,9 @@ CASES = {
         == [True, False, False]
     ),
     "all_gather_single": lambda: callable(door.all_gather_single),
+    "all_function_modes": lambda: (
+        inside(torch.device("meta"), door.all_function_modes) != door.all_function_modes() == []
+    ),
     "all_is_seen": lambda: door.all_is_seen(),
     "ambient": lambda: len(door.ambient()) == 5,
     # a class of its own: of one that we have applied, nobody is asked again
@@ -463,6 +482,8 @@ CASES = {
     ),
     "base": lambda: (x := torch.zeros(2)) is door.base(x[:1]) and door.base(x) is None,
     "begin_following": begun_under_grad,
+    "below_ended": new_under_grad,
+    "new_gradient": new_under_grad,
     "batch_dims": lambda: seen_from_vmap(door.batch_dims) == [0],
     "break_graph": lambda: door.break_graph(ValueError()) is None,
     "called_on_plain_tensors": lambda: (

@@ -136,6 +136,12 @@ def below(x: torch.Tensor, level: int) -> torch.Tensor | None:
     return x
 
 
+def below_ended(x: torch.Tensor) -> torch.Tensor | None:
+    """What is left of `x` below the transform that had wrapped it, where that is over; None elsewhere."""
+    wrapped = _functorch.is_functorch_wrapped_tensor(x) and _functorch.is_dead_tensor_wrapper(x)
+    return _functorch.get_unwrapped(x) if wrapped else None
+
+
 class _Layer:
     """A transform of `torch.func`, the innermost that is active, which can be taken off and put on again."""
 
@@ -217,6 +223,7 @@ class GradLayer(_Layer):
     def __init__(self, interpreter: Any) -> None:
         super().__init__(interpreter)
         self._follows_below: bool = interpreter.prev_grad_mode()
+        self._mark: torch.Tensor | None = None  # one of its wrappers, which knows when it is over
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -233,12 +240,18 @@ class GradLayer(_Layer):
 
     def whole(self, parts: Iterator[torch.Tensor], form: bool, dim: int) -> torch.Tensor:
         """The value of the next part."""
-        return _functorch._wrap_for_grad(next(parts), self.level)
+        found = self._mark = _functorch._wrap_for_grad(next(parts), self.level)
+        return found
 
     @property
     def is_on(self) -> bool:
-        """Whether it is the innermost transform, or (again) on, after `apply`."""
-        return _functorch.maybe_current_level() == self.level and not _functorch.is_dead_tensor_wrapper(self._mark)
+        """Whether it is the innermost transform, or (again) on."""
+        return _functorch.maybe_current_level() == self.level and not self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has come to its end, so that its wrappers count for nothing."""
+        return self._mark is not None and below_ended(self._mark) is not None
 
     def followed(self, x: torch.Tensor) -> torch.Tensor | None:
         """What of `x`, under transforms that are further in, this one follows; None where that is nothing."""
@@ -249,7 +262,6 @@ class GradLayer(_Layer):
 
     def apply(self, results: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], back: Any, *xs: torch.Tensor) -> Any:
         """These results, whose cotangents ``back(kept, cotangents)`` turns into those of `xs`, as this transform sees it."""
-        self._mark = results[0]
         with _enable_single_level():
             return _OneLevel.apply(results, kept, back, *xs)
 
@@ -281,6 +293,18 @@ def _enable_single_level() -> Iterator[None]:
         yield
     finally:
         _functorch.set_single_level_autograd_function_allowed(before)
+
+
+@contextlib.contextmanager
+def new_gradient() -> Iterator[GradLayer]:
+    """A block in a transform of its own, as `torch.func.grad` begins one."""
+    before = torch.is_grad_enabled()
+    _functorch._grad_increment_nesting()
+    try:
+        yield GradLayer(_retrieve())
+    finally:
+        _functorch._grad_decrement_nesting()
+        torch.set_grad_enabled(before)
 
 
 def begin_following(x: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,7 @@ def compiled_runs_unseen() -> bool:
 
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are active
 function_modes = torch._C._len_torch_function_stack  # how many modes see the functions of torch that are called
+all_function_modes = torch.overrides._get_current_function_mode_stack  # they, the one that sees them first last
 top_function_mode = torch.overrides._get_current_function_mode  # the one that sees them first
 
 

@@ -19,6 +19,7 @@ from ..._core.local_types import tensor_types, types
 from ..._core.shard_map import body
 from ..._core.sharding.spec import P, axes_named
 from ..._core.transforms.primals import as_primals
+from . import ended_transforms
 from .frame import Unrollable
 
 Leaves = list[torch.Tensor]
@@ -35,6 +36,7 @@ class Differentiated:
         results: what it gave: the new carry, what is collected, and where autograd follows, `given`.
         captured: what it uses from outside that autograd follows.
         count, reverse: of the loop.
+        layer: the transform that follows them; None for autograd.
 
     Attributes:
         moving, moving_xs: the places of what is followed, of the carry and of what it goes over.
@@ -52,8 +54,9 @@ class Differentiated:
         captured: Leaves,
         count: int,
         reverse: bool,
+        layer: Any = None,
     ) -> None:
-        self.repeated, self.xs, self.init, self.likes = repeated, xs, init, results
+        self.layer, self.repeated, self.xs, self.init, self.likes = layer, repeated, xs, init, results
         self.captured, self.count, self.reverse = captured, count, reverse
         self.around = around()
         self.moving = [i for i, x in enumerate(given) if x.requires_grad]
@@ -84,8 +87,11 @@ class Differentiated:
     def _differentiable(
         self, cotangents: Sequence[Any], moved_xs: Sequence[torch.Tensor], carries: Leaves
     ) -> list[Any]:
+        if self.is_over:
+            cotangents = [None if ct is None else ended_transforms.now(ct) for ct in cotangents]
+            moved_xs, carries = ([*map(ended_transforms.now, leaves)] for leaves in (moved_xs, carries))
         first, rows = self.arriving(cotangents)
-        places, xs = [place for place, _ in rows], list(self.xs)
+        places, xs = [place for place, _ in rows], [*map(ended_transforms.now, self.xs)]
         carries = [
             tensor_types.kept(c, like)
             for c, like in zip(carries, self.likes[len(self.likes) - len(carries) :], strict=True)
@@ -107,14 +113,42 @@ class Differentiated:
         (own, sums), along = scanned(step, start, along, self.count, not self.reverse, 1, "scan", leading=leading)
         return [*own, *along, *sums]
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the transform is over."""
+        return self.layer is not None and self.layer.is_over
+
+    def _by(self, c: Leaves, x: Leaves) -> Leaves:
+        """What an iteration is differentiated by of its carry and its slice."""
+        return [*(c[i] for i in self.moving), *(x[i] for i in self.moving_xs)]
+
+    def _of_one_anew(self, c: Leaves, x: Leaves, cts: Sequence[tuple[int, torch.Tensor]]) -> tuple[Leaves, Any, Any]:
+        """The same in a transform of its own, where the one that followed the loop is over: what the body closes over is an
+        argument, too."""
+        by = self._by(c, x)
+        more = [x.view_as(x) for x in map(ended_transforms.now, self.captured)]
+        with torch_internals.new_gradient() as layer, torch.enable_grad(), for_a_derivative():
+            c, x, more = ([layer.whole(iter([leaf]), True, 0) for leaf in leaves] for leaves in (c, x, more))
+            for leaf in (*self._by(c, x), *more):
+                torch_internals.begin_following(leaf)
+            with ended_transforms.standing_for(self.captured, more):
+                now, y = self.repeated.step(c, x)
+                outs = [*self.repeated.checked(now), *y.leaves, *c]
+            pairs = [(outs[i], ct) for i, ct in cts if outs[i].requires_grad]
+            grads = gradients(pairs, self._by(c, x), more, True)
+            grads = [None if g is None else layer.parts(g, True, 0)[0] for g in grads]
+        return by, grads[: len(by)], grads[len(by) :]
+
     def _of_one(self, c: Leaves, x: Leaves, cts: Sequence[tuple[int, torch.Tensor]]) -> tuple[Leaves, Any, Any]:
         """The gradients of one iteration, of whose results these have cotangents: what it is differentiated by of the carry
         and the slice, with the gradients, and those by `captured`."""
+        if self.is_over:
+            return self._of_one_anew(c, x, cts)
         with torch.enable_grad(), for_a_derivative():
             for leaves, moving in ((c, self.moving), (x, self.moving_xs)):
                 for i in moving:
                     leaves[i] = _variable(leaves[i])
-            by = [*(c[i] for i in self.moving), *(x[i] for i in self.moving_xs)]
+            by = self._by(c, x)
             start = torch_internals.autograd_count()
             now, y = self.repeated.step(c, x)
             outs = [*self.repeated.checked(now), *y.leaves, *c]

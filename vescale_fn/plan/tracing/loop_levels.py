@@ -15,9 +15,11 @@ import torch.overrides
 
 from ..._core import torch_internals
 from ..._core.arrays.array import is_array, mesh_of, moved, spec_of
-from ..._core.base import op_arguments
+from ..._core.base import context, op_arguments
 from ..._core.control_flow import leaves as leaves_
+from ..._core.control_flow.scan import Repeated
 from ..._core.shard_map import body
+from . import ended_transforms
 from .frame import Unrollable
 from .loop_again import Differentiated, Leaves, captured, is_smooth
 
@@ -133,6 +135,8 @@ class BelowGradient(BelowTransform):
         super().__init__(above, xs, layer)
 
     def step(self, carry: Leaves, x: Leaves) -> tuple[IterationBelow, IterationBelow]:
+        if self.layer.is_over:
+            return self._values(carry, x)
         with self.layer.on(), torch.set_grad_enabled(self.follows), Watching(self.layer) as seen:
             start = torch_internals.autograd_count()
             self.given = self._above(carry, self.forms, 0)
@@ -153,6 +157,23 @@ class BelowGradient(BelowTransform):
             IterationBelow(self._below(rows, [True] * len(rows), 0), y, self.y_forms),
         )
 
+    def _values(self, carry: Leaves, x: Leaves) -> tuple[IterationBelow, IterationBelow]:
+        """One iteration when the transform is over: its values alone, which whoever runs it follows."""
+        with ended_transforms.Instead():
+            now, y = self.above.step(carry, x)
+        leaves, rows = (list(map(ended_transforms.now, leaves)) for leaves in (now.leaves, y.leaves))
+        more = carry if self.moving else []
+        return IterationBelow(leaves, now, [True for _ in leaves]), IterationBelow([*rows, *more], y, self.y_forms)
+
+    @property
+    def runs_anywhere(self) -> bool:
+        """Whether it can be run when the transform is over: other transforms within it would come back in another place, and of
+        a `shard_map` body nothing is known of what has become of its values."""
+        within = self.above
+        return context.body() is None and (
+            type(within) is Repeated or (type(within) is BelowGradient and within.runs_anywhere)
+        )
+
     def adapt(self, now: IterationBelow) -> bool:
         begins, self.moving = self.begins, self.moving or self.begins
         with self.layer.on():
@@ -162,6 +183,9 @@ class BelowGradient(BelowTransform):
     def checked(self, now: IterationBelow) -> Leaves:
         if self.captured is None or (self.moving and not self.above.runs_anywhere):
             raise Unsettled
+        if self.layer.is_over:
+            self.above.checked(now.above)
+            return now.leaves
         return super().checked(now)
 
     def results_of(self, carried: Leaves, collected: Leaves, count: int, reverse: bool) -> tuple[Leaves, Leaves]:
@@ -178,11 +202,12 @@ class BelowGradient(BelowTransform):
                 self.captured,
                 count,
                 reverse,
+                self.layer,
             )
             carries = outs[len(self.results) :]
 
             def back(kept: Any, cotangents: Any) -> Any:
-                if not self.layer.is_on:
+                if not (self.layer.is_on or (self.layer.is_over and self.runs_anywhere)):
                     raise Unrollable
                 return call.differentiable(cotangents, kept[: len(call.moved_xs)], kept[len(call.moved_xs) :])
 

@@ -129,6 +129,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self.formulas: dict[
             fx.Node, int
         ] = {}  # the calls that are mapped over leaves, with how much was written before
+        self.lost = frozenset[int]()  # the ids of tensors to which no op may come: see `ended_transforms`
         self.literals: dict[int, torch.Tensor] = {}  # id of a stand-in -> the tensor that the program writes down
         self.read: list[torch.Tensor] = []
         self._reason = ""  # why a value is read
@@ -542,6 +543,8 @@ class Recorder(torch_internals.TorchDispatchMode):
             return args[0].fake_device
         if self.watching is not None:
             self.watching.passed_by()
+        if self.lost and any(id(x) in self.lost for x in op_arguments.tensors_in(args, kwargs)):
+            raise Unrollable
         if self.frame.outer is not None:
             self.frame.see(op_arguments.tensors_in(args, kwargs))
         elif Array in types:
