@@ -2616,13 +2616,12 @@ def a_pipeline_whose_cuts_are_a_number(mesh):
 
 
 @misuse
-def a_pipeline_planned_on_an_abstract_mesh(mesh):
+def a_pipeline_run_on_an_abstract_mesh(mesh):
     """TransformError
     pipeline: stages do not run on an abstract mesh
-      Instead: vfn.optim.microbatches(f, m), which any transform takes
+      Instead: piped.plan(params, *batch) says beforehand what a step takes; vfn.make_mesh, to run it
     """
-    with vfn.use_mesh(vfn.abstract_mesh((2,), ("dp",))):
-        two().specs([torch.eye(3)] * 3, X)
+    vfn.grad(two())(three(vfn.abstract_mesh((2,), ("dp",)), P()), X)
 
 
 @misuse

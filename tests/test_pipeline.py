@@ -417,10 +417,30 @@ def test_parameters_are_gathered_once_a_step_or_by_each_task() -> None:
             piped = vfn.pipeline(gathered, "pp", microbatches=2, cuts=[1], gather=gather)
             found = vfn.value_and_grad(piped)(*vfn.shard((LAYERS, X, Y), mesh, P("dp")))
             assert all(same(vfn.unshard(found), wanted))
-        tasks = next(iter(piped._plans.values())).stages.tasks
-        for (kind, stage), nodes in tasks.items():
+        (staged,) = piped._plans.values()
+        for (kind, stage), nodes in staged.stages.tasks.items():
             gathers = [node for node in nodes if getattr(node.target, "kind", "") == "all_gather"]
             assert len(gathers) == often[stage].get(kind, 0)
+        for stage, of in enumerate(staged.all_tasks):  # in which they travel together, as gradients do
+            sent = {kind: [node.target.kind for node in collectives(of[kind].graph)] for kind in often[stage]}
+            assert all(found.count("all_gather") == 1 for found in sent.values())
+            assert [node.target.kind for node in collectives(of["W"].graph)].count("reduce_scatter") == 1
+
+
+def test_equal_stages_have_one_body() -> None:
+    with vfn.simulate(4):
+        params = vfn.shard(matrices(4), vfn.make_mesh((4,), ("pp",)), P())
+        piped = vfn.pipeline(chain, "pp", microbatches=PARTS, cuts=[0, 1, 2])
+        assert all(
+            same(
+                vfn.unshard(vfn.value_and_grad(piped)(params, X, Y)),
+                vfn.optim.microbatches(vfn.value_and_grad(chain), PARTS)(matrices(4), X, Y),
+            )
+        )
+        first, second, third, last = next(iter(piped._plans.values())).all_tasks
+    assert all(second[kind].body is third[kind].body for kind in second)
+    assert first["W"].body is not second["W"].body  # nothing waits for what the first one's input has as its gradient
+    assert last["F"].body is not second["F"].body
 
 
 V = Schedule((0, 1, 1, 0), rows("0F0 0F1 3F0 3B0 3F1 3BW1 3W0 0B0 0BW1 0W0", "1F0 2F0 1F1 2F1 2BW0 1BW0 2B1 1BW1 2W1"))

@@ -95,3 +95,23 @@ def test_memory_in_flight_is_that_of_the_schedule(tmp_path: Path) -> None:
     events = json.loads(path.read_text())["traceEvents"]
     held = [sum(e["args"].values()) for e in events if e["ph"] == "C" and e["pid"] == 3]
     assert held == [sum(moment.after.values()) for moment in memory.rows[3]]
+
+
+def test_a_plan_on_an_abstract_mesh_is_that_of_ranks() -> None:
+    """And of hundreds: the parameters at the places that it says, each rank's shares on the other axes."""
+    (params, x), found = arguments(), []
+    shapes = lambda mesh, spec: vfn.tree.map(lambda w: vfn.ShapeDtype(w.shape, w.dtype, spec, mesh), (params, x))
+    piped = vfn.pipeline(layered, "pp", microbatches=PARTS, cuts=[1, 3, 5])
+    with vfn.simulate(4):
+        for make in (vfn.make_mesh, vfn.abstract_mesh):
+            found.append(piped.plan(*shapes(make((4,), ("pp",)), P())))
+    assert found[0] == found[1]
+    assert found[0].memory() == found[1].memory()
+    assert found[0].comms(2).records == found[1].comms(2).records
+    mesh = vfn.abstract_mesh((4, 128), ("pp", "tp"))
+    with vfn.use_mesh(mesh):
+        specs = piped.specs(vfn.eval_shape(lambda: params), x)
+        memory = piped.plan(vfn.eval_shape(lambda: params), x).memory()
+    assert [spec[0].at for spec in specs[::2]] == [(("pp", (i,)),) for i in range(4)]
+    every = found[0].memory().before[1]["arguments"]  # of parameters that all ranks along pp hold
+    assert every - memory.before[1]["arguments"] == 3 * sum(w.nbytes for w in params[0] + params[1])

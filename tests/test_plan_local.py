@@ -286,6 +286,12 @@ def test_what_is_seen_conjugated_is_not_written_over() -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_a_copy_of_what_is_seen_conjugated_is_not() -> None:
+    x = torch.polar(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -3.0]))
+    f = lambda x: torch.view_as_real((x * 2).conj().resolve_conj())
+    assert torch.equal(vfn.jit(f)(x), f(x))
+
+
 # --- views ------------------------------------------------------------------------------------------------------------
 
 

@@ -384,7 +384,8 @@ class Pipelined:
 
     def plan(self, params: Any, *batch: Any, **kwargs: Any) -> PipelinePlan:
         """The plan of a step with gradients, to look at: the stages, what each sends, and when its tasks are predicted to run.
-        Nothing is computed. On a real mesh every rank has to come here, as to a call.
+        Nothing is computed. On a real mesh every rank has to come here, as to a call. On an abstract mesh of any size
+        (`vfn.abstract_mesh`) nobody has to: arguments are shapes on it, and the memory is that of the rank that is seen.
 
         Raises:
             TransformError: as `specs`.
@@ -408,11 +409,11 @@ class Pipelined:
         """The plan for parameters that lie so on the other axes, of which only the shapes count (and the places on this one,
         where they are `placed`), with the gradients of all; and in which order it has their leaves."""
         self._check_around()
-        mesh = self._mesh([params, batch, kwargs]) or context.current_mesh()
+        mesh = self._mesh([params, batch, kwargs], runs=False) or context.current_mesh()
         if mesh is None or self._axis not in axes_of(mesh):
             what = f"there is no mesh with the axis {self._axis!r}"
             raise TransformError(report("pipeline", what, fix="vfn.set_mesh(mesh), or arguments on the mesh"))
-        _checked(mesh)
+        _checked(mesh, runs=False)
         leaves, structure = opened(params, "pipeline", "params", modules=True)
         along = _along(mesh, self._axis, _world())
         shapes = [_shape(x, spec, along.rest) for x, spec in zip(leaves, specs, strict=True)]
@@ -427,11 +428,11 @@ class Pipelined:
             divided = lambda: self._divided(f, how, given, batch, kwargs, along, homes, ready=True)
             return along, self._agreed(divided, along)[0], followed + rest
 
-    def _mesh(self, trees: Iterable[Any]) -> Any:
+    def _mesh(self, trees: Iterable[Any], runs: bool = True) -> Any:
         """The mesh with the axis among those of the arguments; None where there is none."""
         arrays = [x for x in tree.leaves(list(trees)) if isinstance(x, torch.Tensor) and is_array(x)]
         found = [mesh for x in arrays if self._axis in axes_of(mesh := whole_mesh(mesh_of(x)))]
-        return _checked(found[0]) if found else None
+        return _checked(found[0], runs) if found else None
 
     def _schedule_of(self, ranks: int) -> schedules.Schedule:
         """The schedule for so many ranks."""
@@ -493,11 +494,13 @@ def _made_anew(f: Callable[..., Any]) -> Callable[..., Any]:
     return anew
 
 
-def _checked(mesh: Any) -> Any:
-    """A mesh on which stages can run."""
-    if isinstance(mesh, AbstractMesh) or communicator_of(mesh).by_tree:
-        kind = "an abstract mesh" if isinstance(mesh, AbstractMesh) else "a mesh under vfn.deterministic"
-        raise TransformError(report("pipeline", f"stages do not run on {kind}", fix=_INSTEAD))
+def _checked(mesh: Any, runs: bool = True) -> Any:
+    """A mesh on which stages can be planned, and where it `runs` they are to run."""
+    if (runs and isinstance(mesh, AbstractMesh)) or communicator_of(mesh).by_tree:
+        abstract = isinstance(mesh, AbstractMesh)
+        kind = "an abstract mesh" if abstract else "a mesh under vfn.deterministic"
+        fix = "piped.plan(params, *batch) says beforehand what a step takes; vfn.make_mesh, to run it"
+        raise TransformError(report("pipeline", f"stages do not run on {kind}", fix=fix if abstract else _INSTEAD))
     return mesh
 
 

@@ -99,7 +99,6 @@ def memory_of(staged: Staged, homes: Sequence[Iterable[int]], timeline: Timeline
         holds = posts[rank].holds
         holds.begin()
         totals = run.finish()
-        run.fixed, run.parts, run.shared = {}, (), {}
         results = [HeldPiece(holds, size, GRADIENTS) for size in _results(staged, homes, rank)]
         rows[rank].append(MemoryMoment("results", end, end, holds.top, dict(holds.now)))
         del totals, results
@@ -109,8 +108,7 @@ def memory_of(staged: Staged, homes: Sequence[Iterable[int]], timeline: Timeline
 def _runs(staged: Staged, homes: Sequence[Iterable[int]], posts: Sequence[_Post]) -> list[StageRun]:
     """The step of each rank."""
     stages, runs = staged.stages, []
-    tasks = {s: staged.tasks_at(s) for s in range(stages.count)}
-    made: dict[fx.Graph, _Gives] = {}
+    tasks, made = dict(enumerate(staged.all_tasks)), dict[Any, _Gives]()
     gradients = {term.node for terms in stages.parts for term in terms}
     for rank, post in enumerate(posts):
         mine = {s: tasks[s] for s, at in enumerate(staged.schedule.placement) if at == rank}
@@ -210,16 +208,20 @@ def _value(holds: Holds, val: Any, pieces: Sequence[HeldPiece]) -> SizedValue:
 class _Gives:
     """What a task makes, and what it needs while it runs.
 
+    Args:
+        graph: of its calls.
+        mortal: the places of the inputs that are let go while it runs.
+
     Attributes:
         within: the bytes that it holds at most besides its inputs.
         sizes: of the memory that it makes and gives.
         outputs: of each output its value, the places of the inputs in whose memory it may lie, and those among `sizes`.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        use, lie = memory(graph), memory_aliases.memories(graph)
-        self.within = use.peak - use.arguments
+    def __init__(self, graph: fx.Graph, mortal: frozenset[int]) -> None:
         given = {x: i for i, x in enumerate(x for x in graph.nodes if x.op == "placeholder")}
+        use, lie = memory(graph, frozenset(x for x, i in given.items() if i in mortal)), memory_aliases.memories(graph)
+        self.within = use.peak - use.arguments
         pieces: dict[Any, int] = {}
         self.sizes: list[int] = []
         self.outputs: list[tuple[Any, list[int], list[int]]] = []
@@ -236,15 +238,14 @@ class _Gives:
 class _Sized:
     """A task that is run with sizes."""
 
-    def __init__(
-        self, task: Task, kind: str, holds: Holds, made: dict[fx.Graph, _Gives], gradients: set[fx.Node]
-    ) -> None:
-        self.inputs, self.outputs, self.last = task.inputs, task.outputs, task.last
+    def __init__(self, task: Task, kind: str, holds: Holds, made: dict[Any, _Gives], gradients: set[fx.Node]) -> None:
+        self.inputs, self.outputs, self.last, self.dies = task.inputs, task.outputs, task.last, task.dies
         self.run = None
         if task.graph is not None:
-            if task.graph not in made:
-                made[task.graph] = _Gives(task.graph)
-            self._gives, self._holds = made[task.graph], holds
+            key = task.graph, frozenset(i for i, x in enumerate(task.inputs) if x in task.dies)
+            if key not in made:
+                made[key] = _Gives(*key)
+            self._gives, self._holds = made[key], holds
             self._kinds = [ONCE if kind == PRE else GRADIENTS if x in gradients else KEPT for x in task.outputs]
             self.run = self._run
 
@@ -253,11 +254,13 @@ class _Sized:
         holds.add(WITHIN, gives.within)
         holds.add(WITHIN, -gives.within)
         pieces: list[HeldPiece | None] = [None] * len(gives.sizes)
+        lent = {i: given[i].pieces for _, old, _ in gives.outputs for i in old}
+        given.clear()
         found = []
         for kind, (val, old, new) in zip(self._kinds, gives.outputs, strict=True):
             for i in new:
                 pieces[i] = pieces[i] or HeldPiece(holds, gives.sizes[i], kind)
-            lies = [piece for i in old for piece in given[i].pieces] + [pieces[i] for i in new]
+            lies = [piece for i in old for piece in lent[i]] + [pieces[i] for i in new]
             found.append(_value(holds, val, lies))  # type: ignore[arg-type]
         return found
 

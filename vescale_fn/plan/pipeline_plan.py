@@ -71,7 +71,7 @@ class PipelinePlan:
         axes, "send" and "receive". What is done with the sums of all parts comes after it and is not in it."""
         stages, schedule, log = self._staged.stages, self.schedule, CommLog()
         messages = Messages(stages, schedule.placement, self._staged.along.axis, self._staged.played)
-        tasks = {s: self._staged.tasks_at(s) for s, at in enumerate(schedule.placement) if at == rank}
+        tasks = {s: self._staged.all_tasks[s] for s, at in enumerate(schedule.placement) if at == rank}
         todo = [(PRE, s, 0) for s in tasks]
         todo += [action for at, action in self._staged.order if at == rank]
         for kind, stage, part in todo:

@@ -20,7 +20,7 @@ from .._core.distributed.mesh import communicator_of
 from .ir.nested import bodies_of
 from .signature import JitCall
 from .stages import Stages
-from .tracing.rank_consensus import agree, stage
+from .tracing.rank_consensus import Stage, agree, parted, stage
 from .tracing.rank_inputs import brought
 from .tracing.rank_notes import RecordingNotes
 from .tracing.recorder import Unrecordable
@@ -87,6 +87,13 @@ class Consensus:
         if self.mesh is not None:
             used = self.recorded.ledger.told(communicator_of(self.mesh).processes())
             self._agreed(self.recorded, used, "", None, RecordingNotes(f))
+
+    def meet(self, tasks: Sequence[Stage]) -> bool:
+        """Whether the collectives of tasks, of which all ranks have all, are the same on those that carry them out."""
+        if self.mesh is None:
+            return True
+        everyone = communicator_of(self.mesh).everyone([[[(one.order, one.groups) for one in tasks]]], "pipeline")
+        return parted([row[0] for row in everyone]) is None
 
     def _same(self, said: Sequence[tuple[str, str]]) -> int:
         if self.mesh is None:

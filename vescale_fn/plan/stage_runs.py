@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from .._core import torch_internals
 from .._core.distributed.edges import Inbox, Lies, Outbox
 from .stages import PRE, B, F, Stages, W
 from .tasks import Task
 
+_ADD: Any = torch_internals.on_lists("add_")
 TERM = "term"  # of a gradient: summed over the parts of the batch, to be added to another stage's
 
 
@@ -161,25 +163,82 @@ def edges(stages: Stages, placement: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class Totals:
-    """Sums over the parts of the batch, which are added in their order whatever the schedule is; in float32 at least."""
+    """Sums over the parts of the batch, which are added in their order whatever the schedule is; in float32 at least.
+
+    Attributes:
+        sums: by name.
+    """
 
     def __init__(self) -> None:
-        self.sums: dict[Any, torch.Tensor] = {}
+        self.sums: dict[Any, Any] = {}
         self._next: dict[Any, int] = {}
-        self._early: dict[tuple[Any, int], torch.Tensor] = {}
+        self._early: dict[tuple[Any, int], list[Any]] = {}
 
-    def add(self, what: Any, part: int, x: torch.Tensor) -> None:
-        """Add what a part has."""
-        self._early[what, part] = x
-        while (x := self._early.pop((what, self._next.get(what, 0)), None)) is not None:  # type: ignore[assignment]
-            place = self._next.get(what, 0)
-            self._next[what] = place + 1
-            if place == 0:
-                self.sums[what] = x.to(torch.promote_types(x.dtype, torch.float32))
-            elif place == 1:  # from here on the sum has memory of its own
-                self.sums[what] = self.sums[what] + x
-            else:
-                self.sums[what].add_(x)
+    def add(self, names: Sequence[Any], part: int, xs: list[Any]) -> None:
+        """Add what a part has of all that one task gives."""
+        first = names[0]
+        place = self._next.get(first, 0)
+        if part != place:
+            self._early[first, part] = xs
+            return
+        while xs:
+            self._add(names, place, xs)
+            place += 1
+            xs = self._early.pop((first, place), [])
+        self._next[first] = place
+
+    def _add(self, names: Sequence[Any], place: int, xs: list[Any]) -> None:
+        if place == 0:
+            sums = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
+        elif place == 1:  # from here on the sums have memory of their own
+            sums = [self.sums[name] + x for name, x in zip(names, xs)]
+        else:
+            sums = [self.sums[name] for name in names]
+            if isinstance(sums[0], torch.Tensor):
+                _ADD(sums, xs)
+            else:  # what stands for tensors
+                sums = [total.add_(x) for total, x in zip(sums, xs)]
+        self.sums.update(zip(names, sums, strict=True))
+
+
+class _Steps:
+    """What running a task of a stage is, for any part of the batch.
+
+    Args:
+        run: the step of which it is a part.
+        kind, stage: of the task.
+    """
+
+    def __init__(self, run: StageRun, kind: str, stage: int) -> None:
+        self.task, stages = run.tasks[stage][kind], run.stages
+        self.takes, self.sends = names_to(stages, kind, stage, -1), names_from(stages, kind, stage, -1)
+        self.once = once = run.once[stage]
+        self.given = [once.get(x) for x in self.task.inputs]
+        self.own = [(i, x, x in self.task.dies) for i, x in enumerate(self.task.inputs) if x not in once]
+        totals: list[tuple[Any, fx.Node]] = []
+        if kind == F:
+            totals = [(("value", i), x) for i, (x, at) in enumerate(zip(stages.values, stages.at)) if at == stage]
+        elif kind == W:
+            terms = [(("gradient", i, j), term) for i, of in enumerate(stages.parts) for j, term in enumerate(of)]
+            totals = [(name, term.node) for name, term in terms if term.stage == stage]
+        self.names, self.adds = [name for name, _ in totals], [x for _, x in totals]
+
+    def __call__(self, run: StageRun, kept: dict[fx.Node, Any], part: int) -> None:
+        for name in self.takes:
+            kept.update(zip(run.stages.messages[name[:4]], run.post.take(name._replace(part=part)), strict=True))
+        task, batch = self.task, run.parts[part]
+        if task.run is not None:
+            given = self.given.copy()
+            for i, x, dies in self.own:
+                given[i] = batch[x] if x in batch else kept.pop(x) if dies else kept[x]
+            kept.update(zip(task.outputs, task.run(given), strict=True))
+        find = lambda x: kept[x] if x in kept else batch[x] if x in batch else self.once[x]
+        for name in self.sends:
+            run.post.send(name._replace(part=part), list(map(find, run.stages.messages[name[:4]])))
+        if self.adds:
+            run.totals.add(self.names, part, list(map(find, self.adds)))
+        for x in task.last:
+            kept.pop(x, None)
 
 
 class StageRun:
@@ -206,33 +265,17 @@ class StageRun:
     ) -> None:
         self.stages, self.tasks, self.post, self.totals = stages, tasks, post, Totals()
         self.kept: dict[tuple[int, int], dict[fx.Node, Any]] = {}
-        self.shared: dict[int, dict[fx.Node, Any]] = {}
-        self.fixed, self.parts = fixed, parts
+        self.parts = parts
+        self.once: dict[int, dict[fx.Node, Any]] = {}  # what is the same for all parts
         for stage, own in tasks.items():
-            self.shared[stage] = {}
-            self._run(own[PRE], self.shared[stage], fixed)
+            pre, self.once[stage] = own[PRE], {**fixed}
+            if pre.run is not None:
+                self.once[stage].update(zip(pre.outputs, pre.run([fixed[x] for x in pre.inputs]), strict=True))
+        self._steps = {(kind, stage): _Steps(self, kind, stage) for stage in tasks for kind in (F, B, W)}
 
     def action(self, kind: str, stage: int, part: int) -> None:
         """Run a task."""
-        kept = self.kept.setdefault((stage, part), {})
-        for name in names_to(self.stages, kind, stage, part):
-            kept.update(zip(self.stages.messages[name[:4]], self.post.take(name), strict=True))
-        task = self.tasks[stage][kind]
-        self._run(task, kept, self.shared[stage], self.parts[part], self.fixed)
-        find = lambda x: kept[x] if x in kept else self._found(x, self.shared[stage], self.parts[part], self.fixed)
-        for name in names_from(self.stages, kind, stage, part):
-            self.post.send(name, [find(x) for x in self.stages.messages[name[:4]]])
-        if kind == F:
-            for i, (x, at) in enumerate(zip(self.stages.values, self.stages.at, strict=True)):
-                if at == stage:
-                    self.totals.add(("value", i), part, find(x))
-        if kind == W:
-            for i, terms in enumerate(self.stages.parts):
-                for j, (x, at) in enumerate(terms):
-                    if at == stage:
-                        self.totals.add(("gradient", i, j), part, find(x))
-        for x in task.last:
-            kept.pop(x, None)
+        self._steps[kind, stage](self, self.kept.setdefault((stage, part), {}), part)
 
     def finish(self) -> Totals:
         """Bring the terms of each gradient together, the first stage's first."""
@@ -245,16 +288,8 @@ class StageRun:
                 first = "gradient", name.part[0], 0
                 self.totals.sums[first] = self.totals.sums[first] + self.post.take(name)[0]
         self.post.finish()
+        self.parts, self.once, self._steps = (), {}, {}  # nothing needs what was given
         return self.totals
-
-    def _run(self, task: Task, kept: dict[fx.Node, Any], *others: dict[fx.Node, Any]) -> None:
-        if task.run is not None:
-            given = [kept[x] if x in kept else self._found(x, *others) for x in task.inputs]
-            kept.update(zip(task.outputs, task.run(given), strict=True))
-
-    @staticmethod
-    def _found(x: fx.Node, *places: dict[fx.Node, Any]) -> Any:
-        return next(place[x] for place in places if x in place)
 
 
 def split(kind: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
 from .stage_runs import Between, Here, StageRun, edges, split
 from .stages import CutStep, F, filled
+from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
 from .tracing import leaves as leaves_
 from .tracing.guards import Captured
@@ -55,7 +56,8 @@ class Staged:
         owners: for each of these the place on the axis of the rank that has it.
         results: of which these are the plain tensors.
         stages: the tasks.
-        tasks: those of the stages that this process plays, as functions.
+        all_tasks: those of each stage.
+        tasks: those of the stages that this process plays.
         digest: of the plan, a positive number below 2**63: on real ranks the same on all of them.
         out_def: the tree of the results.
     """
@@ -117,8 +119,10 @@ class Staged:
             for action in one
             if gradients or action[0] == F
         ]
-        mine = {s for s, rank in enumerate(placement) if along.all_here or rank == along.me}
-        self.tasks: dict[int, dict[str, Task]] = {s: tasks_of(self.stages, s) for s in sorted(mine)}
+        self.bodies = TaskBodies()
+        self.all_tasks = [tasks_of(self.stages, s, self.bodies) for s in range(self.stages.count)]
+        mine = [s for s, rank in enumerate(placement) if along.all_here or rank == along.me]
+        self.tasks: dict[int, dict[str, Task]] = {s: self.all_tasks[s] for s in mine}
         self._needed = {x for own in self.tasks.values() for task in own.values() for x in task.inputs}
         self._needed.update(self.stages.values, (term.node for terms in self.stages.parts for term in terms))
 
@@ -155,6 +159,8 @@ class Staged:
 
     def _connect(self) -> None:
         along = self.along
+        if not self._consensus.meet([t.body.meets for of in self.all_tasks for t in of.values() if t.body is not None]):
+            self.bodies.give_back()
         self._groups: dict[tuple[int, int], Any] = {}
         if not along.all_here:
             for pair in edges(self.stages, self.schedule.placement):
@@ -208,11 +214,7 @@ class Staged:
     @property
     def played(self) -> int:
         """How many ranks at each place of the axis this process plays."""
-        return len(self.along.lines) if self.along.all_here else 1
-
-    def tasks_at(self, stage: int) -> dict[str, Task]:
-        """The tasks of a stage, of this process or not."""
-        return self.tasks[stage] if stage in self.tasks else tasks_of(self.stages, stage)
+        return len(self.along.lines) if self.along.simulated else 1
 
     def uses(self) -> list[set[int]]:
         """For each parameter the coordinates on the axis whose stages use it."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import fx
 
-from .execution.codegen import generate
 from .ir.nested import extracted
 from .stages import ORDER, PRE, F, Stages, W
+from .task_bodies import TaskBodies, TaskBody
 
 
 @dataclass
@@ -23,40 +23,37 @@ class Task:
         inputs: the values that it takes: inputs of the step, what earlier tasks of the stage kept, and what has arrived.
         outputs: the values that it makes for later tasks of the stage, for other stages, and as results.
         last: the values that the stage needs no more when it has run.
-        name: of the task.
-        graph: of its calls, from the inputs to the outputs; None where there is nothing to compute.
+        dies: of these the inputs that it needs no more while it runs, when it has used them.
+        body: what it computes; None where there is nothing to compute.
     """
 
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     last: list[fx.Node]
-    name: str
-    graph: fx.Graph | None
+    dies: frozenset[fx.Node]
+    body: TaskBody | None
+
+    @property
+    def graph(self) -> fx.Graph | None:
+        """From the inputs to the outputs; None where there is nothing to compute."""
+        return None if self.body is None else self.body.graph
 
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], tuple[Any, ...]] | None:
         """Takes the list of the inputs, which it empties, and gives the outputs; None where there is nothing to compute."""
-        return None if self.graph is None else generate(self.graph, self.name).run
+        return None if self.body is None else self.body.run
 
 
-def tasks_of(stages: Stages, stage: int) -> dict[str, Task]:
-    """The tasks of a stage, by their kind."""
+def tasks_of(stages: Stages, stage: int, bodies: TaskBodies) -> dict[str, Task]:
+    """The tasks of a stage, by their kind; `bodies` are those of others."""
     made = {node: kind for kind in ORDER for node in stages.tasks[kind, stage]}
-    uses: dict[fx.Node, set[str]] = defaultdict(set)  # the tasks after which a value may still be there
-    for (kind, source, _, _), nodes in stages.messages.items():
-        for x in nodes if source == stage else ():
-            uses[x].add(kind)
-    for x, at in zip(stages.values, stages.at, strict=True):
-        if at == stage:
-            uses[x].add(F)
-    for x in (part.node for parts in stages.parts for part in parts if part.stage == stage):
-        uses[x].add(W)
+    shown = _shown(stages, stage)
+    # the tasks with which a value must still be there
+    uses: dict[fx.Node, set[str]] = defaultdict(set, {x: {*kinds} for x, kinds in shown.items()})
     takes: dict[str, list[fx.Node]] = {}
     for kind in ORDER:
-        own = set(stages.tasks[kind, stage])
-        takes[kind] = list(
-            dict.fromkeys(x for node in stages.tasks[kind, stage] for x in node.all_input_nodes if x not in own)
-        )
+        nodes, own = stages.tasks[kind, stage], set(stages.tasks[kind, stage])
+        takes[kind] = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own))
         for x in takes[kind]:
             uses[x].add(kind)
     found = {}
@@ -64,8 +61,23 @@ def tasks_of(stages: Stages, stage: int) -> dict[str, Task]:
         nodes = stages.tasks[kind, stage]
         outputs = [x for x in nodes if x in uses]
         last = [x for x, kinds in uses.items() if max(kinds, key=ORDER.index) == kind and _is_let_go(x, made)]
-        graph = extracted(nodes, takes[kind], outputs) if nodes else None
-        found[kind] = Task(takes[kind], outputs, last, f"{kind}{stage}", graph)
+        dies = frozenset(x for x in last if x in takes[kind] and kind not in shown[x])
+        body = bodies.of(extracted(nodes, takes[kind], outputs), f"{kind}{stage}") if nodes else None
+        found[kind] = Task(takes[kind], outputs, last, dies, body)
+    return found
+
+
+def _shown(stages: Stages, stage: int) -> dict[fx.Node, set[str]]:
+    """The tasks of a stage behind which each value is sent, or added up."""
+    found: dict[fx.Node, set[str]] = defaultdict(set)
+    for (kind, source, _, _), nodes in stages.messages.items():
+        for x in nodes if source == stage else ():
+            found[x].add(kind)
+    for x, at in zip(stages.values, stages.at, strict=True):
+        if at == stage:
+            found[x].add(F)
+    for term in (term for terms in stages.parts for term in terms if term.stage == stage):
+        found[term.node].add(W)
     return found
 
 

@@ -125,6 +125,8 @@ def _alike(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _lies_alike(copy: torch.Tensor, x: torch.Tensor) -> bool:
+    if (copy.is_conj(), copy.is_neg()) != (x.is_conj(), x.is_neg()):  # what is conjugated as it is read
+        return False
     if math.prod(x.shape) == 0:
         return copy.stride() == x.stride()
     return all(a == b for a, b, size in zip(copy.stride(), x.stride(), x.shape) if size != 1)
@@ -141,7 +143,11 @@ def _uncopied(work: Rewriting, node: fx.Node, place: int) -> None:
     if not isinstance(copy, fx.Node) or name_of(copy) not in _COPIES:
         return
     x: Any = copy.args[0]
-    if not work.fixed.isdisjoint((factor, viewed, copy, x)) or value(x).dtype != value(factor).dtype:
+    if (
+        not work.fixed.isdisjoint((factor, viewed, copy, x))
+        or value(x).is_conj()
+        or value(x).dtype != value(factor).dtype
+    ):
         return
     shape = list(value(viewed).shape)
     lies = seen(value(x), shape)

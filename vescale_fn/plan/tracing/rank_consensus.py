@@ -183,8 +183,8 @@ def agree(
         failures = [f"rank {at}: {counts[at] - 1} passes" for at in (0, rank)]
         what = f"ranks improve {name} by different passes"
         raise DivergenceError(report("jit", what, failures, "the same passes= on every rank"))
-    parted = _parted([stages_ for *_, stages_, _ in by_rank])
-    if parted == 0:
+    place = parted([stages_ for *_, stages_, _ in by_rank])
+    if place == 0:
         raise DivergenceError(
             report(
                 "jit",
@@ -194,7 +194,7 @@ def agree(
             )
         )
     either = frozenset().union(*_told(mesh, list(needed))) if differs[2] else None
-    return Verdict("", None if parted is None else parted - 1, either)
+    return Verdict("", None if place is None else place - 1, either)
 
 
 def _raised_elsewhere(name: str, rank: int, raised: str) -> RecordError:
@@ -242,7 +242,7 @@ def tell_left_out(name: str, mesh: Any, left_out: Pass, stage: Stage) -> None:
     )
 
 
-def _parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | None:
+def parted(by_rank: Sequence[Sequence[tuple[str, dict[str, str]]]]) -> int | None:
     """The first stage in which ranks differ."""
     for i, stages in enumerate(zip(*by_rank, strict=True)):
         found: dict[str, str] = {}
