@@ -103,7 +103,7 @@ def apply(
     x = at(x, "batch", "norm_length")  # mesh
     x = x @ params["patch"] + params["places"]
     for p in blocks:
-        x = vfn.cut(run(p, x, given, config, next(keys), next(keys)))
+        x, given = vfn.cut((run(p, x, given, config, next(keys), next(keys)), given))
     shift, scale = modulated(given, params["final"]["ada"], 2)
     x = (norm(x) * (1 + scale) + shift) @ params["final"]["head"]
     x = at(x, "batch")  # mesh

@@ -201,6 +201,7 @@ def is_stand_in(x: torch.Tensor) -> bool:
 
 
 @functools.cache
+@torch_internals.never_recorded
 def _number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A number that is no result of anything: NaN, the least of the signed integers, the greatest of the others; of bools,
     which have none, False."""
