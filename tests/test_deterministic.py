@@ -255,6 +255,30 @@ def test_what_ranks_do_alike_is_recorded_once(gloo) -> None:
     assert not same_on(gloo, (2,), 4, _recorded, 7)["as one"]
 
 
+def _looped(jit):
+    """Loops and choices over layers that are sharded in some way, which a plan has of each rank by itself."""
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    x = vfn.shard(values(6, (5,), torch.float32), mesh, P("dp"))
+    w = vfn.shard(values(3, (5, 5), torch.float32) * 0.3, mesh, P(None, "dp", "tp"))
+    layer = lambda h, w: vfn.with_sharding(torch.tanh(h @ w) + h / 8, P("dp"))
+    again = lambda c, w: (layer(c[0], w), c[1] + 1)
+
+    def loss(w):
+        h, sums = vfn.scan(lambda h, w: (layer(h, w), h.sum()), x, w)
+        h = vfn.cond(x.sum() > 0, lambda h: layer(h, w[0]), lambda h: layer(h, torch.softmax(w[1], 1)), h)
+        return h.square().mean() + sums.mean()
+
+    run = lambda w: (
+        vfn.grad(loss)(w),
+        vfn.while_loop(lambda c: c[1] < 3, lambda c: again(c, w[2]), (x, torch.tensor(0)))[0],
+    )
+    return dict(zip(("scan and cond", "while_loop"), map(bits, jit(run)(w))))
+
+
+def test_loops_have_the_same_bits(gloo) -> None:
+    assert same_on(gloo, (2, 4), 4, _looped, vfn.jit) == played(4, _looped, lambda run: run)
+
+
 def _one_element():
     """Sums of blocks of one element whose stride is not 1."""
     mesh = vfn.make_mesh(4, "dp")
