@@ -2594,7 +2594,7 @@ def a_pipeline_with_a_schedule_for_others(mesh):
 def a_pipeline_by_an_unknown_schedule(mesh):
     """TransformError
     pipeline: there is no schedule '1F1B'
-      Instead: one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zbv', 'dualpipev'; a vfn.schedules.Schedule; or a function (ranks, microbatches) -> Schedule
+      Instead: one of 'gpipe', '1f1b', 'interleaved', 'zb-h1', 'zb-h2', 'zbv', 'dualpipev', 'auto'; a vfn.schedules.Schedule; or a function (ranks, microbatches) -> Schedule
     """
     vfn.pipeline(layers, "dp", microbatches=2, schedule="1F1B")
 
@@ -2613,6 +2613,15 @@ def a_pipeline_whose_cuts_are_a_number(mesh):
     pipeline: cuts must be "balanced", or a list of numbers or names of cuts, but it is 3
     """
     vfn.pipeline(layers, "dp", microbatches=2, cuts=3)
+
+
+@misuse
+def a_pipeline_with_costs_for_a_named_schedule(mesh):
+    """TransformError
+    pipeline: costs=Costs(F=1, B=1, W=1, p2p=0, blocking=False, overlap=0) does not go with schedule='1f1b'
+      Instead: schedule="auto", costs=vfn.schedules.Costs(F=..., B=..., W=...), as measured
+    """
+    vfn.pipeline(layers, "dp", microbatches=2, costs=vfn.schedules.Costs())
 
 
 @misuse

@@ -13,7 +13,7 @@ from vescale_fn import P
 from vescale_fn._core import torch_internals
 
 PARTS, WIDTH = 8, 16
-MESHES = {"1f1b": ((4,), ("pp",)), "zbv": ((4,), ("pp",)), "zb-h1": ((2, 2), ("pp", "dp"))}  # by schedules
+MESHES = {"1f1b": ((4,), ("pp",)), "zbv": ((4,), ("pp",)), "auto": ((2, 2), ("pp", "dp"))}  # by schedules
 
 
 def layered(params, x):
@@ -115,3 +115,23 @@ def test_a_plan_on_an_abstract_mesh_is_that_of_ranks() -> None:
     assert [spec[0].at for spec in specs[::2]] == [(("pp", (i,)),) for i in range(4)]
     every = found[0].memory().before[1]["arguments"]  # of parameters that all ranks along pp hold
     assert every - memory.before[1]["arguments"] == 3 * sum(w.nbytes for w in params[0] + params[1])
+
+
+def test_auto_finds_a_schedule_for_the_stages_that_there_are() -> None:
+    """Of what they are predicted to take, or of costs; it has the gradients of any other, and 1F1B's memory in flight."""
+    params, x = arguments()
+    wanted = vfn.optim.microbatches(vfn.value_and_grad(layered), 4)(params, x)
+    measured = vfn.schedules.Costs(F=[1, 1, 1, 3], B=[1, 1, 1, 3], W=[1, 1, 1, 3])
+    with vfn.simulate(2):
+        mesh = vfn.make_mesh((2,), ("pp",))
+        placed = vfn.shard(params, mesh, P())
+        for costs, stages in ((None, 2), (measured, 4)):
+            piped = vfn.pipeline(
+                layered, "pp", microbatches=4, schedule="auto", cuts=[1, 3, 5][: stages - 1], costs=costs
+            )
+            assert vfn.tree.leaves(vfn.unshard(vfn.value_and_grad(piped)(placed, x)))[0] == wanted[0]
+            plan = piped.plan(placed, x)
+            times = plan.costs() if costs is None else costs
+            assert (plan.schedule.stages, max(plan.timeline(times).in_flight)) == (stages, stages)
+            other = vfn.schedules.zb_h1(2, 4) if costs is None else vfn.schedules.zbv(2, 4)
+            assert plan.timeline(times).makespan <= other.simulate(times).makespan

@@ -64,6 +64,7 @@ def pipeline(
     chunks: int | None = None,
     cuts: Any = "balanced",
     gather: str = "step",
+    costs: schedules.Costs | None = None,
     has_aux: bool = False,
 ) -> Pipelined:
     """`f`, whose stages run on the ranks along an axis of the mesh, each a part of the batch after the other.
@@ -85,13 +86,16 @@ def pipeline(
         axis_name: the axis of the mesh.
         microbatches: how many parts the batch is divided into: `vfn.optim.microbatches` says how.
         schedule: the name of a schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
-            ``"dualpipev"``, see `vfn.schedules`; a `vfn.schedules.Schedule`; or a function of the number of ranks and of
-            microbatches that makes one.
+            ``"dualpipev"``, see `vfn.schedules`; ``"auto"``, the fastest that is found for what the stages take and that
+            holds no more activations than ``"1f1b"`` on its first rank; a `vfn.schedules.Schedule`; or a function of the
+            number of ranks and of microbatches that makes one.
         chunks: how many stages a rank has, where the schedule is ``"interleaved"``.
         cuts: which cuts are used: ``"balanced"``, so that the longest stage is predicted to be as short as it can be; or a list
             of their numbers, in the program's order, or of their names. Others mean nothing.
         gather: how often a stage's parameters are gathered that are split over other axes (FSDP), and are computed with whole:
             once a ``"step"``, and kept for it; or for each ``"microbatch"``, by its forward and by its backward task.
+        costs: for ``"auto"``: what each stage takes, as measured, of one or several stages a rank; by default as predicted, of
+            one. In a `vfn.jit` on real ranks they have to be given.
         has_aux: whether `f` gives a pair.
 
     Returns:
@@ -122,7 +126,7 @@ def pipeline(
     check_steps("pipeline", microbatches=microbatches)
     if not isinstance(axis_name, str):
         raise TransformError(report("pipeline", f"axis_name must be the name of an axis, but it is {short(axis_name)}"))
-    schedule = _found(schedule, chunks)
+    schedule = _found(schedule, chunks, costs)
     given = None if isinstance(cuts, str) or not isinstance(cuts, Iterable) else list(cuts)
     if cuts != "balanced" and (given is None or not all(type(x) in (int, str) for x in given)):
         what = f'cuts must be "balanced", or a list of numbers or names of cuts, but it is {short(cuts)}'
@@ -133,8 +137,12 @@ def pipeline(
     return Pipelined(f, axis_name, microbatches, schedule, cuts if given is None else given, gather, has_aux)
 
 
-def _found(schedule: Any, chunks: int | None) -> Any:
-    """A schedule, or the function that makes it, from what `pipeline` is given."""
+def _found(schedule: Any, chunks: int | None, costs: Any) -> Any:
+    """A schedule, or the function that makes it, from what `pipeline` is given; "auto" for what is found of predictions."""
+    if costs is not None and (schedule != "auto" or not isinstance(costs, schedules.Costs)):
+        what = f"costs={costs!r} does not go with schedule={short(schedule)}"
+        fix = 'schedule="auto", costs=vfn.schedules.Costs(F=..., B=..., W=...), as measured'
+        raise TransformError(report("pipeline", what, fix=fix))
     if (chunks is not None) != (schedule == "interleaved"):
         what = f"chunks={short(chunks)} does not go with schedule={short(schedule)}"
         fix = 'schedule="interleaved", chunks=2, for two stages a rank; other schedules say it themselves'
@@ -143,11 +151,20 @@ def _found(schedule: Any, chunks: int | None) -> Any:
         return functools.partial(schedules.interleaved, v=chunks)
     if callable(schedule) or isinstance(schedule, schedules.Schedule):
         return schedule
+    if schedule == "auto":
+        return schedule if costs is None else functools.partial(_of_costs, costs)
     if not isinstance(schedule, str) or schedule not in NAMED:
         what = f"there is no schedule {short(schedule)}"
-        fix = f"one of {', '.join(map(repr, NAMED))}; a vfn.schedules.Schedule; or a function (ranks, microbatches) -> Schedule"
+        names = ", ".join(map(repr, [*NAMED, "auto"]))
+        fix = f"one of {names}; a vfn.schedules.Schedule; or a function (ranks, microbatches) -> Schedule"
         raise TransformError(report("pipeline", what, fix=fix))
     return NAMED[schedule]
+
+
+def _of_costs(costs: schedules.Costs, ranks: int, count: int) -> schedules.Schedule:
+    """The fastest schedule that is found for stages that take so long, which holds no more than 1F1B on its first rank."""
+    stages = max([len(x) for x in (costs.F, costs.B, costs.W) if isinstance(x, tuple)], default=ranks)
+    return schedules.auto(costs, ranks, count, memory=-(-stages // ranks) * min(ranks, count))
 
 
 class _Divided(NamedTuple):
@@ -321,7 +338,8 @@ class Pipelined:
         name = getattr(self._f, "__name__", type(self._f).__name__)
 
         def made(within: bool = False) -> Staged:
-            found = Staged(call, varying, count, names, homes, along, schedule, self._cuts, name, self._gather, within)
+            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto"
+            found = Staged(call, varying, count, names, homes, along, schedule, *how_cut)
             check_results(tree.paths(tree.unflatten(found.out_def, found.like), "result"), found.like, "pipeline")
             return found
 
@@ -438,7 +456,7 @@ class Pipelined:
         """The schedule for so many ranks."""
         if ranks in self._schedules:
             return self._schedules[ranks]
-        made = self._schedule
+        made = schedules.one_f_one_b if self._schedule == "auto" else self._schedule  # until the stages are known
         if not isinstance(made, schedules.Schedule):
             made = made(ranks, self._count)
         if not isinstance(made, schedules.Schedule):

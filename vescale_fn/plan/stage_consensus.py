@@ -44,6 +44,7 @@ class Consensus:
     def __init__(self, name: str, along: AlongAxis, call: JitCall, within: bool) -> None:
         self.name, self.along = name, along
         self.mesh = None if along.all_here else along.mesh
+        self._within = within
         self._said: list[Sequence[tuple[str, str]]] = []
         recorded, reason, failure, used = None, "", None, []
         notes = None if within else RecordingNotes(call.f)
@@ -75,6 +76,22 @@ class Consensus:
     def say(self, said: Sequence[tuple[str, str]]) -> None:
         """Note what all ranks along the axis are to have alike: (what, line)."""
         self._said.append(said)
+
+    def greatest(self, mine: Sequence[float]) -> list[float]:
+        """The greatest of each of some numbers, of all ranks of the mesh.
+
+        Raises:
+            TransformError: within another recording, whose ranks do not talk.
+        """
+        if self.mesh is None:
+            return list(mine)
+        if self._within:
+            what = 'with schedule="auto" ranks look for a schedule together, which they cannot in a vfn.jit'
+            raise TransformError(
+                report("pipeline", what, fix="costs=vfn.schedules.Costs(...), or schedule=piped.plan(...).schedule")
+            )
+        by_rank = [row[0] for row in communicator_of(self.mesh).everyone([[list(mine)]], "pipeline")]
+        return [max(column) for column in zip(*by_rank, strict=True)]
 
     def heard(self) -> int:
         """A digest of what has been said since, the same on all ranks; or raise where those along the axis say other things."""

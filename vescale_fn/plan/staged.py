@@ -16,6 +16,7 @@ from .._core.base.errors import TransformError
 from .._core.base.messages import report
 from .._core.distributed.edges import Lies, edge_group
 from .._core.sharding.layout import contiguous_stride
+from .auto_schedule import found_for
 from .cut_choice import chosen
 from .ir.graph import output
 from .ir.nested import all_collectives, everywhere
@@ -49,6 +50,7 @@ class Staged:
         gathers: how often parameters are gathered (`CutStep`).
         within: whether another recording is at work, of which a step will be a call: ranks compare this plan, and connect,
             when it first runs (`connect`).
+        auto: whether a faster schedule is looked for when the stages are known, with each on the same rank.
 
     Attributes:
         totals: what it gives, the sums over the parts: of each plain tensor how it lies.
@@ -75,6 +77,7 @@ class Staged:
         name: str,
         gathers: str,
         within: bool = False,
+        auto: bool = False,
     ) -> None:
         self.along, self.schedule, self.name = along, schedule, name
         self.varying, self._parameters = frozenset(varying), len(homes)
@@ -101,6 +104,9 @@ class Staged:
         self._consensus.say([(f"stages of digest {digest(sides_of(graph, self.stages))}", "")])
         self.digest += 0 if within else 1 + self._consensus.heard()
         self._check_homes(names)
+        if auto:
+            of_all = self._consensus.greatest
+            self.schedule = found_for(graph, self.stages, along.size, schedule.microbatches, of_all)
         self._make_tasks(gradients > 0)
         self._note_totals(graph)
         if not within:
