@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir.collective_nodes import is_light, is_listed, only_moves
 from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect, is_aten, nbytes, value
@@ -37,8 +38,8 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
     bodies = {target: body for target, body in bodies.items() if may_stay(body)}
     apart = count.keys() - bodies.keys()
     graph = inlined(given_up(graph), bodies)
-    if apart:  # slices stop where a body ends
-        graph = draws(graph)
+    if apart and any(x.args[0].op == "call_function" for x in torch_internals.calls_of(graph, _is_slice)):  # type: ignore
+        graph = draws(given_up(graph))  # slices stopped where a body began
     hot = changed(graph)
     for target, body in bodies.items():
         same = [node for node in nested(graph) if node.target is target]
@@ -51,6 +52,10 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
         if isinstance(target, Shared):
             parts(graph, same, hot)
     return graph
+
+
+def _is_slice(target: Any) -> bool:
+    return target in (torch.ops.aten.narrow.default, torch.ops.aten.slice.Tensor)
 
 
 def may_stay(body: fx.Graph) -> bool:
