@@ -52,13 +52,17 @@ class Rewriting:
         """What a call gives; the layers of a model ask for the same again and again, and so do passes."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), _Lies.of)
         what = node.target, key(args), key(kwargs), torch.get_default_dtype()
-        given = (value(x) for x in node.all_input_nodes)
-        known = next(
-            (found for x in given if (found := torch_internals.known_without_values(x)) is not None), self._known
-        )
+        known = self._known_of([value(x) for x in node.all_input_nodes])
         if what not in known:
             known[what] = computed(node.target, node.args, node.kwargs)
         return known[what]
+
+    def _known_of(self, given: list[Any]) -> dict[Any, Any]:
+        """What is known of calls on these: what gives several results is known by its node, which a pass behind may change."""
+        if given and all(isinstance(x, torch.Tensor) for x in given):
+            found = torch_internals.known_without_values(given[0])
+            return self._known if found is None else found
+        return self._known
 
     def replace(self, node: fx.Node, new: fx.Node) -> bool:
         """Have everybody use `new`, which has the same value, for `node`; False, and nothing done, where that would show:
@@ -107,14 +111,15 @@ def computed(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Lies(tuple):
-    """All of a tensor but its values."""
+    """All of a tensor but its values, and of the memory in which it lies."""
 
     @staticmethod
     def of(node: fx.Node) -> Any:
         x = value(node)
         if not isinstance(x, torch.Tensor):
             return node
-        return _Lies((x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad))
+        memory = x.untyped_storage().nbytes(), x.storage_offset()  # of which a view is a part
+        return _Lies((x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad, memory))
 
 
 def _size(node: fx.Node) -> int:
