@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn.plan import cut_choice
 from vescale_fn.plan.ir.graph import collectives
 from vescale_fn.recipes import gpt, models
 from vescale_fn.recipes.parallel import parallel
@@ -509,6 +511,22 @@ def parted_plan(rank: int) -> list[str]:
     return heard
 
 
+def cut_by_times_of_its_own(rank: int):
+    """The cuts that ranks choose together, each of which predicts other times, as of blocks of another size; and gradients."""
+    mesh = vfn.make_mesh((2, 2), ("pp", "dp"))
+    piped = vfn.pipeline(chain, "pp", microbatches=PARTS)
+    params, batch = vfn.shard(matrices(4), mesh, P()), vfn.shard((X, Y), mesh, P("dp"))
+    predicted, mine = cut_choice._times, [9.0 if i == 3 * (rank % 2) else 1.0 for i in range(5)]
+    cut_choice._times = lambda step, stages: mine
+    grads = vfn.unshard(vfn.grad(piped)(params, *batch))
+    said = r"ranks do not cut or run chain alike\n  \* rank 0: the cuts \[0"
+    with warnings.catch_warnings(action="ignore"):  # what is around the step differs, too
+        with pytest.raises(vfn.errors.DivergenceError, match=said):
+            vfn.jit(vfn.grad(vfn.pipeline(chain, "pp", microbatches=PARTS)))(params, *batch)
+    cut_choice._times = predicted
+    return [*next(iter(piped._plans.values())).stages.behind], grads
+
+
 def skipping(sends: list):
     """Values of several dtypes in one message; whose sends are noted."""
     isend, dist.isend = dist.isend, lambda x, **how: sends.append(x) or isend(x, **how)
@@ -529,6 +547,7 @@ def on_a_rank():
         parted(dist.get_rank()),
         planned_step(),
         parted_plan(dist.get_rank()),
+        cut_by_times_of_its_own(dist.get_rank()),
     )
 
 
@@ -536,7 +555,7 @@ def test_stages_on_real_ranks(gloo) -> None:
     wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
     with vfn.simulate(4):
         of_plan, *_ = planned_step()[0]
-    for skipped, found, of_tied, heard, (in_plan, hits, sent), apart in gloo(4, on_a_rank):
+    for skipped, found, of_tied, heard, (in_plan, hits, sent), apart, (cuts, grads) in gloo(4, on_a_rank):
         assert all(same(skipped, vfn.optim.microbatches(vfn.value_and_grad(skips), PARTS)(matrices(4), X, Y)))
         assert all(same(in_plan, [of_plan, of_plan]))
         assert hits == 1
@@ -553,6 +572,8 @@ def test_stages_on_real_ranks(gloo) -> None:
             assert shown in error.splitlines()[2]
         assert all(same(found, wanted))
         check_tied(of_tied)
+        assert cuts == [1]
+        torch.testing.assert_close(grads, vfn.grad(chain)(matrices(4), X, Y))
 
 
 def test_a_model_of_the_recipes_in_stages() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -16,7 +17,12 @@ Used = Callable[[int], bool]
 
 
 def chosen(
-    step: CutStep, places: Sequence[Any], cuts: Any, placement: Sequence[int], homes: Mapping[fx.Node, Sequence[int]]
+    step: CutStep,
+    places: Sequence[Any],
+    cuts: Any,
+    placement: Sequence[int],
+    homes: Mapping[fx.Node, Sequence[int]],
+    agreed: Callable[[Sequence[float]], Sequence[float]],
 ) -> Stages:
     """The tasks of a step in so many stages.
 
@@ -27,6 +33,7 @@ def chosen(
         placement: for each stage that there is to be the place of its rank.
         homes: of inputs that some ranks alone have, their places. Balanced stages use what their ranks have, if that can be:
             also for other arguments than those for which the parameters were laid out so, and without gradients.
+        agreed: makes the times of this rank those of all ranks, which are to choose the same cuts.
 
     Raises:
         TransformError: the program has too few cuts, or these do not make so many stages.
@@ -39,7 +46,7 @@ def chosen(
             fix = "x = vfn.cut(layer(x)) behind each layer; or fewer stages"
             raise TransformError(report("pipeline", f"{needed}, and the function has {every.count - 1}", fix=fix))
         behind = every.behind
-        times = _times(step, every)
+        times = agreed(_times(step, every))
         firsts = balanced(times, count, _fitting(every, placement, homes)) or balanced(times, count)
         assert firsts is not None
         return cut_into(step, lambda number: behind.get(number) in firsts)
@@ -62,8 +69,10 @@ def _numbers(places: Sequence[Any], cuts: Sequence[Any]) -> frozenset[int]:
 
 
 def _times(step: CutStep, stages: Stages) -> list[float]:
-    """The seconds that each stage's tasks are predicted to take."""
+    """The seconds that each stage's tasks are predicted to take, without those that a collective takes however small it is: one
+    that sums the loss would outweigh the layers of a small model."""
     of = rates(step.graph)
+    of = replace(of, collective=of.call)
     return [sum(seconds(node, of) for kind in (F, B, W) for node in stages.tasks[kind, s]) for s in range(stages.count)]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Consensus:
         self.name, self.along = name, along
         self.mesh = None if along.all_here else along.mesh
         self._within = within
-        self._said: list[Sequence[tuple[str, str]]] = []
+        self._said: list[tuple[Sequence[tuple[str, str]], str]] = []
         recorded, reason, failure, used = None, "", None, []
         notes = None if within else RecordingNotes(call.f)
         try:
@@ -73,9 +73,9 @@ class Consensus:
         stages = [] if self.mesh is None or graph is None else [stage(graph)]
         return agree(self.name, self.mesh, graph, stages, [], used, False, reason, "", failure, notes).reason
 
-    def say(self, said: Sequence[tuple[str, str]]) -> None:
-        """Note what all ranks along the axis are to have alike: (what, line)."""
-        self._said.append(said)
+    def say(self, said: Sequence[tuple[str, str]], of_all: str) -> None:
+        """Note what all ranks along the axis are to have alike, (what, line), and what all ranks of the mesh are."""
+        self._said.append((said, of_all))
 
     def greatest(self, mine: Sequence[float]) -> list[float]:
         """The greatest of each of some numbers, of all ranks of the mesh.
@@ -94,8 +94,8 @@ class Consensus:
         return [max(column) for column in zip(*by_rank, strict=True)]
 
     def heard(self) -> int:
-        """A digest of what has been said since, the same on all ranks; or raise where those along the axis say other things."""
-        found = sum(map(self._same, self._said))
+        """A digest of what has been said since, the same on all ranks; or raise where ranks say other things."""
+        found = sum(itertools.starmap(self._same, self._said))
         self._said = []  # what ranks differ in is compared again
         return found
 
@@ -112,15 +112,21 @@ class Consensus:
         everyone = communicator_of(self.mesh).everyone([[[(one.order, one.groups) for one in tasks]]], "pipeline")
         return parted([row[0] for row in everyone]) is None
 
-    def _same(self, said: Sequence[tuple[str, str]]) -> int:
+    def _same(self, said: Sequence[tuple[str, str]], of_all: str) -> int:
         if self.mesh is None:
             return 0
         everyone = functools.partial(communicator_of(self.mesh).everyone, why="pipeline")
-        digests = [row[0] for row in everyone([[digest([what for what, _ in said])]])]
+        digests, texts = zip(
+            *(row[0] for row in everyone([[(digest([what for what, _ in said]), of_all)]])), strict=True
+        )
+        if (other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None)) is not None:
+            shown = [f"rank {rank}: {texts[rank]}" for rank in (0, other)]
+            fix = "the same arguments of vfn.pipeline on every rank, and cuts=[...] where their blocks differ in size"
+            raise DivergenceError(report("pipeline", f"ranks do not cut or run {self.name} alike", shown, fix))
         apart = [(line[0], rank) for line in self.along.lines for rank in line if digests[rank] != digests[line[0]]]
         if apart:
             by_rank = [row[0] for row in everyone([[list(said)]])]
-            calls = zip_longest(*(by_rank[rank] for rank in apart[0]), fillvalue=("none", ""))
+            calls = itertools.zip_longest(*(by_rank[rank] for rank in apart[0]), fillvalue=("none", ""))
             differing = next(pair for pair in calls if pair[0][0] != pair[1][0])
             shown = [f"rank {at}: {', at '.join(filter(None, one))}" for at, one in zip(apart[0], differing)]
             what = f"ranks along {self.along.axis!r} recorded different calls for {self.name}; the first that differs"

@@ -86,7 +86,7 @@ class Staged:
         how = f"{schedule.placement} {schedule.order} {homes} {varying} {gradients} {cuts} {gathers}"
         said = [*calls_of(recorded.graph), (f"a schedule, or arguments, of digest {digest(how)}", "")]
         self.said = digest([what for what, _ in said])
-        self._consensus.say(said)
+        self._consensus.say(said, f"cuts={cuts!r}, gather={gathers!r}, and the rest of digest {digest(how)}")
         self.digest = 0 if within else self._consensus.heard()
         self.f = call.f
         self.captured = Captured(call.f, filter(leaves_.is_object, call.leaves))  # with what it keeps of its first run
@@ -100,8 +100,10 @@ class Staged:
         step = self._step(graph, gradients, gathers)
         self.homes = homes
         held = {x: home for i, xs in self.places if i < len(homes) and (home := homes[i]) is not None for x in xs}
-        self.stages = chosen(step, recorded.cuts, cuts, schedule.placement, held)
-        self._consensus.say([(f"stages of digest {digest(sides_of(graph, self.stages))}", "")])
+        agreed = list if within else self._consensus.greatest  # of ranks whose blocks are of different sizes
+        self.stages = chosen(step, recorded.cuts, cuts, schedule.placement, held, agreed)
+        sides = [(f"stages of digest {digest(sides_of(graph, self.stages))}", "")]
+        self._consensus.say(sides, f"the cuts {sorted(self.stages.behind)}")
         self.digest += 0 if within else 1 + self._consensus.heard()
         self._check_homes(names)
         if auto:

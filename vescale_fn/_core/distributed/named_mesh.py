@@ -161,7 +161,8 @@ class Mesh(DeviceMesh):
         me = self.get_coordinate()
         if dist.is_initialized() and torch_internals.has_groups(self) and me is not None:
             if all(me[self.axis_names.index(name)] == i for name, i in places.items()):
-                return named(super().__getitem__(names))
+                with torch_internals.unrecorded():  # torch looks for this rank in a tensor
+                    return named(super().__getitem__(names))
         where = tuple(slice(None) if name in names else places.get(name, 0) for name in self.axis_names)
         here = dist.get_rank() if dist.is_initialized() else 0
         return torch_internals.unattached_mesh(self.device_type, self.mesh[where], names, Mesh, here)
