@@ -26,6 +26,7 @@ from .passes.rematerialize import recompute
 from .passes.residual_sums import residual
 from .passes.reuse_memory import reuse
 from .passes.slice_draws import draws
+from .passes.slices_again import sliced
 from .passes.views import views
 
 OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
@@ -48,6 +49,7 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     views,
     common,
     dead,
+    sliced,
     hoist,
     shapes,
     axes,

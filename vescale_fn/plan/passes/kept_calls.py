@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 from ..ir.collective_nodes import is_light, is_listed, only_moves
 from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect, is_aten, nbytes, value
@@ -22,7 +21,6 @@ from ..ir.nested import ends, extracted, nested, reached
 from ..ir.ranks_as_one import ROW
 from ..ir.shared_bodies import Shared, inlined, placed
 from .parts_of_results import parts
-from .slice_draws import draws
 
 MANY = 16
 
@@ -36,10 +34,7 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
         target: inlined(target.bodies[0]) for target, n in count.items() if n >= many or target.found
     }  # type: ignore
     bodies = {target: body for target, body in bodies.items() if may_stay(body)}
-    apart = count.keys() - bodies.keys()
     graph = inlined(given_up(graph), bodies)
-    if apart and any(x.args[0].op == "call_function" for x in torch_internals.calls_of(graph, _is_slice)):  # type: ignore
-        graph = draws(given_up(graph))  # slices stopped where a body began
     hot = changed(graph)
     for target, body in bodies.items():
         same = [node for node in nested(graph) if node.target is target]
@@ -52,10 +47,6 @@ def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
         if isinstance(target, Shared):
             parts(graph, same, hot)
     return graph
-
-
-def _is_slice(target: Any) -> bool:
-    return target in (torch.ops.aten.narrow.default, torch.ops.aten.slice.Tensor)
 
 
 def may_stay(body: fx.Graph) -> bool:
