@@ -342,14 +342,9 @@ def snapshot() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What brings this thread's state of now back, any number of times: for what a backward pass computes again."""
     now, mesh = here.slot.now, _mesh()
 
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        # not the uses of keys, and no recorder: what is computed again draws again, on purpose
-        ours = dict(run=now.run, strict=now.strict, unit=now.unit, grad_depth=now.grad_depth)
-        with setting(**ours, key_uses=None, recorder=None), _using(mesh):
-            yield
-
-    return again
+    # not the uses of keys, and no recorder: what is computed again draws again, on purpose
+    ours = dict(run=now.run, strict=now.strict, unit=now.unit, grad_depth=now.grad_depth, key_uses=None, recorder=None)
+    return lambda: Again(lambda: setting(**ours), lambda: _using(mesh))
 
 
 class Again:

@@ -69,6 +69,8 @@ def standing_for(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> It
 def _captured() -> Callable[[], Any]:
     """What stands for what, to be so again in a backward pass."""
     modes = _modes()[::-1]
+    if not modes:
+        return contextlib.nullcontext
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
