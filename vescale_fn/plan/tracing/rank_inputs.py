@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._core import torch_internals
+from ..._core.base import tables
 from ..._core.base.source_lines import quoted, user_line
 from ..._core.distributed import collectives
 from ..._core.distributed.mesh import communicator_of
@@ -45,6 +46,7 @@ def brought(recorded: Recorded, leaves: Sequence[Any], names: Sequence[str], mes
             node in needed
             and isinstance(x, torch.Tensor)
             and torch_internals.is_bare(x)
+            and tables.numbers(x) is None  # follows from the layouts, and may differ from rank to rank
             and (bits := replica_check.bits(x))
         ):
             rows.append((name, line, [], [bits]))
