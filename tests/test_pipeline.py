@@ -519,6 +519,9 @@ def cut_by_times_of_its_own(rank: int):
     predicted, mine = cut_choice._times, [9.0 if i == 3 * (rank % 2) else 1.0 for i in range(5)]
     cut_choice._times = lambda step, stages: mine
     grads = vfn.unshard(vfn.grad(piped)(params, *batch))
+    # the mesh of the other axis is made in the recording
+    mesh = vfn.make_mesh((2, 2), ("pp", "data"))
+    params, batch = vfn.shard(matrices(4), mesh, P()), vfn.shard((X, Y), mesh, P("data"))
     said = r"ranks do not cut or run chain alike\n  \* rank 0: the cuts \[0"
     with warnings.catch_warnings(action="ignore"):  # what is around the step differs, too
         with pytest.raises(vfn.errors.DivergenceError, match=said):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import fx
-
 from .._core.base.messages import dtype_text
 from .._core.distributed.collectives import Record
 from .ir.graph import nbytes, value
-from .stage_runs import TERM, Name, Post
+from .stage_runs import TERM, Name, Post, nodes_of
 from .stages import Stages
 
 
@@ -32,7 +30,7 @@ class Messages:
         source, target = (self.placement[stage] for stage in (name.source, name.target))
         if source == target:
             return None
-        nodes = self.nodes(name)
+        nodes = nodes_of(self.stages, name)
         what = (
             "gradients" if name.made == TERM else f"{name.made} of stage {name.source} to {name.used} of {name.target}"
         )
@@ -40,12 +38,6 @@ class Messages:
         size = sum(nbytes(value(node)) for node in nodes) // self.ranks
         line, dtype = nodes[0].meta.get("line", ""), dtype_text(value(nodes[0]).dtype)
         return Record(op, (self.axis,), size, why, line, name.made != "F", dtype)
-
-    def nodes(self, name: Name) -> list[fx.Node]:
-        """The values of a message."""
-        if name.made != TERM:
-            return self.stages.messages[name[:4]]
-        return [self.stages.parts[name.part[0]][name.part[1]].node]
 
 
 class Logged:

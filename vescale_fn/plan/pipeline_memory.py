@@ -20,7 +20,7 @@ from ..schedules.actions import actions_of
 from .ir import memory_aliases
 from .ir.graph import nbytes, output, value
 from .ir.memory_use import bytes_text, memory
-from .stage_runs import TERM, Name, StageRun, edges, names_from, names_of_terms, split, taken
+from .stage_runs import TERM, Name, StageRun, edges, names_from, names_of_terms, nodes_of, split, taken
 from .staged import Staged
 from .stages import PRE, Stages
 from .tasks import Task
@@ -292,12 +292,7 @@ class _Post:
     def _begin(self, source: int) -> None:
         if self.expected[source]:
             name = self.expected[source].popleft()
-            self.arriving[source][name] = [self._buffer(name, x.meta["val"]) for x in self._nodes(name)]
-
-    def _nodes(self, name: Name) -> list[fx.Node]:
-        if name.made != TERM:
-            return self.stages.messages[name[:4]]
-        return [self.stages.parts[name.part[0]][name.part[1]].node]
+            self.arriving[source][name] = [self._buffer(name, x.meta["val"]) for x in nodes_of(self.stages, name)]
 
     def _buffer(self, name: Name, val: torch.Tensor) -> SizedValue:
         dtype = val.dtype if name.made != TERM else torch.promote_types(val.dtype, torch.float32)

@@ -155,6 +155,13 @@ def names_of_terms(stages: Stages) -> list[Name]:
     ]
 
 
+def nodes_of(stages: Stages, name: Name) -> list[fx.Node]:
+    """The values of a message."""
+    if name.made != TERM:
+        return stages.messages[name[:4]]
+    return [stages.parts[name.part[0]][name.part[1]].node]
+
+
 def edges(stages: Stages, placement: Sequence[int]) -> list[tuple[int, int]]:
     """The pairs of ranks between which something travels, in one order on all ranks."""
     pairs = {(placement[source], placement[target]) for _, source, _, target in stages.messages}
