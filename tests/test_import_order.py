@@ -146,7 +146,7 @@ def order_faults(root: Path) -> list[str]:
 
 # The root
 
-ENTRIES = "__init__.py _core checkpoint data debugging errors.py lax.py nn ops optim pipelined.py plan precision py.typed random recipes schedules tree.py".split()
+ENTRIES = "__init__.py _core checkpoint choice data debugging errors.py lax.py nn ops optim pipelined.py plan precision py.typed random recipes schedules tree.py".split()
 
 
 def entries(root: Path) -> list[str]:

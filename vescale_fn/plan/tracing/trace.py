@@ -119,11 +119,22 @@ def trace(
 
 
 def trace_with_cuts(f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any) -> Recorded:
-    """The same with the calls of `vfn.cut` as nodes. Every call is a node of its own: those of each rank and of each iteration
-    of a loop, as a stage may begin anywhere."""
+    """The same with the calls of `vfn.cut` as nodes. Every call is a node of its own (`trace_flat`), as a stage may begin
+    anywhere."""
+    return trace_flat(f, leaves, names, treedef, cuts=True)
+
+
+def trace_flat(
+    f: Callable[..., Any], leaves: Sequence[Any], names: Sequence[str], treedef: Any, cuts: bool = False
+) -> Recorded:
+    """The same with a node for every call: those of each rank and of each iteration of a loop.
+
+    Args:
+        cuts: whether the calls of `vfn.cut` are nodes, too.
+    """
     earlier = Earlier()
     try:
-        return _recorded(f, leaves, names, treedef, None, How(False, False, False, True), earlier)
+        return _recorded(f, leaves, names, treedef, None, How(False, False, False, cuts), earlier)
     except Unrollable:
         earlier.end()
         raise Unrecordable("a value of a loop, or of another recording, is used outside of it", "?") from None
