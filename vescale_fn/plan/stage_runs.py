@@ -60,7 +60,7 @@ class Here:
         pass
 
 
-class Routes:
+class MessageRoutes:
     """The messages between a rank and others, as they are known before a step.
 
     Args:
@@ -124,7 +124,7 @@ class Between:
         routes: what is known of the messages.
     """
 
-    def __init__(self, routes: Routes) -> None:
+    def __init__(self, routes: MessageRoutes) -> None:
         ends, me, self.routes, self.here = routes.ends, routes.me, routes, Here()
         self.inboxes = {source: Inbox(ends[source, me], names) for source, names in routes.incoming.items()}
         self.outboxes = {target: Outbox(ends[me, target]) for target in routes.outgoing}

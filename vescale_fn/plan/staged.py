@@ -25,7 +25,7 @@ from .message_log import Logged, Messages
 from .passes.functionalize_writes import writes
 from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
-from .stage_runs import Between, Here, Routes, StageRun, StageTasks, edges, split
+from .stage_runs import Between, Here, MessageRoutes, StageRun, StageTasks, edges, split
 from .stages import CutStep, F, filled
 from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
@@ -180,7 +180,7 @@ class Staged:
             if along.me in pair:
                 ends[pair] = End.of(group, along.ranks[pair[pair[0] == along.me]])
         rows = [[action for rank, action in self.order if rank == place] for place in range(along.size)]
-        self._routes = Routes(self.stages, placement, rows, along.me, ends)
+        self._routes = MessageRoutes(self.stages, placement, rows, along.me, ends)
 
     def connect(self) -> None:
         """Compare with other ranks what was recorded within another recording, and connect with them."""

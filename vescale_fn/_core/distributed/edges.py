@@ -36,15 +36,22 @@ def edge_group(mesh: Any, axis: str, source: int, target: int, default: Any) -> 
 
 
 class End(NamedTuple):
-    """This rank's end of an edge: the group, and the other rank's number in it."""
+    """This rank's end of an edge.
+
+    Attributes:
+        group: of the edge.
+        other: the other rank's number in it.
+        tells: whether the backend says when something is away; gloo says so only to who waits for it.
+    """
 
     group: Any
     other: int
+    tells: bool
 
     @classmethod
     def of(cls, group: Any, rank: int) -> End:
         """Of the group of an edge to, or from, a rank of the world."""
-        return cls(group, dist.get_group_rank(group, rank))
+        return cls(group, dist.get_group_rank(group, rank), dist.get_backend(group) != "gloo")
 
 
 class Inbox:
@@ -62,7 +69,7 @@ class Inbox:
     def begin(self) -> None:
         """Begin to receive the next message, if there is one."""
         for name, parcel in self.expected:
-            group, source = self.end
+            group, source, _ = self.end
             self.arriving[name] = parcel, [(torch_internals.received(group, x, source), x) for x in parcel.room()]
             return
 
@@ -79,8 +86,8 @@ class Inbox:
 
 
 class Outbox:
-    """The messages to one rank. What is being sent is held until it is away: gloo says so only to who waits for it, which is
-    for nothing where the other rank has told that it has it."""
+    """The messages to one rank. What is being sent is held until it is away: with gloo, until the other rank has told that
+    it has it: then one waits for nothing."""
 
     def __init__(self, end: End) -> None:
         self.end, self.sent = end, 0
@@ -88,9 +95,9 @@ class Outbox:
 
     def send(self, values: Sequence[torch.Tensor], parcel: Parcel) -> None:
         """Begin to send."""
-        while self.leaving and all(work.is_completed() for work, _ in self.leaving[0]):
+        group, target, tells = self.end
+        while tells and self.leaving and all(work.is_completed() for work, _ in self.leaving[0]):
             self._let_go()
-        group, target = self.end
         self.leaving.append([(torch_internals.sent(group, x, target), x) for x in parcel.packed(values)])
         self.sent += 1
 
