@@ -44,6 +44,7 @@ from .rules.parts import strided
 from .rules.rule import Call, Parts, Rule, T, without_blocks
 from .rules.table import find
 from .rules.traits import ADDITION, NEEDS_CONTIGUOUS, RETURNS_VIEW_OF_ITSELF, SETS_STRIDES, UNSHARED_VIEW
+from .stated_layout import NotAllowed, stated
 from .strides import overlaps
 
 
@@ -141,6 +142,34 @@ def _decided(
             outs = tuple(_dspec(mesh, WHOLE, o) if isinstance(o, torch.Tensor) else o for o in call.outs or ())
             decision = NotHere(func, mesh, decision, outs, call.many)
     return MayDraw(func, mesh, decision) if is_seeded(func) else decision
+
+
+def decide_as(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[P], outs: Sequence[P]
+) -> Decision | None:
+    """The decision by which a call's tensor arguments lie as `targets` say, in order, and its tensor results as `outs`. None
+    where no rule says how the call is split.
+
+    Raises:
+        NotAllowed: its rule does not allow it.
+    """
+    tensors = tensors_in(args, kwargs)
+    call = _OpCall(func, args, kwargs, _mesh_of(func, tensors)[0], tensors, *metas(func, args, kwargs, tensors))
+    if call.outs is None or not any(isinstance(o, torch.Tensor) for o in call.outs):
+        return None
+    rule, pinned = _rule(call, ())
+    if rule is None or pinned:
+        return None
+    shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in call.outs]
+    lying = [(spec, tuple(x.shape)) for spec, x in zip(targets, tensors, strict=True)]
+    each = iter(outs)
+    wanted = [None if shape is None else next(each) for shape in shapes]
+    solution = stated(rule, lying, shapes, axes_of(call.mesh), wanted)
+    covered = _covered(rule, [*solution.targets, *solution.outs], [*tensors, *call.outs], call.mesh)
+    if covered == _SCATTERED:
+        raise NotAllowed("uneven blocks in this order of axes are no ranges, which it needs")
+    offsets: Any = tuple(o.storage_offset() if isinstance(o, torch.Tensor) else 0 for o in call.outs)
+    return _on_blocks(call, rule, solution, covered, False, offsets if call.is_view else ())
 
 
 def _on_tensors(call: _OpCall, lies: tuple[str, ...]) -> Decision:

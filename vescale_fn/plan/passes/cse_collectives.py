@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..._core.distributed.collectives import Collective
+from ..ir.collective_nodes import source
 from ..ir.graph import KEPT, collectives, copied, has_effect, is_aten, name_of
 from ..ir.rewriting import Rewriting
 
@@ -34,7 +35,7 @@ def once(graph: fx.Graph) -> fx.Graph:
     for node in list(work.graph.nodes):
         said = _said(work, node, same)
         same[node] = same[said] if isinstance(said, fx.Node) and said is not node else first.setdefault(said, node)
-        if isinstance(node.target, Collective) and same[node] is not node:
+        if same[node] is not node and (isinstance(node.target, Collective) or source(node) is not None):
             same[node].meta.update((k, node.meta[k]) for k in (KEPT,) if k in node.meta)
             work.replace(node, same[node])
     return work.graph

@@ -106,6 +106,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         self.counted: Any = None  # sees which operators are recorded of the function itself
         self.watching: Any = None  # sees which functions of torch it calls
         self.said = ""  # the user's line of what is recorded at another one
+        self.said_again: Any = None  # and what repeats it, where that is a repetition
         self.rolls, self.shares, self.has_shared = rolls, shares, False
         self.writes: list[int] = []
         self._inputs, self.guards, self._answers = given, [], {}
@@ -835,7 +836,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         if not torch_internals.in_backward_pass():
             line = self.said or source_lines.user_line(frame)
             self._lines[torch_internals.autograd_count() - 1] = line
-            return line, None
+            return line, self.said_again
         line, top, user = "", None, None
         while frame is not None:
             code = frame.f_code

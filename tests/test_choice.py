@@ -1,0 +1,145 @@
+"""A chosen layout of a step, carried out: values, dtypes and layouts as on one device, whatever the layout."""
+
+import pytest
+import torch
+from sampled_layouts import fault, faults_on_ranks
+from whole import some
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.choice.apply import applied
+from vescale_fn.choice.layouts import CallLayout, Layouts
+from vescale_fn.choice.recording import record
+from vescale_fn.choice.rules_text import given, rules_of
+
+AXES = {"dp": 2, "tp": 2}
+
+
+def test_sampled_layouts():
+    """Arguments, calls and results lie anyhow, over axes in any order, uneven and empty blocks among them. (Of 2:36 two equal
+    gathers become one, of which each rank takes its part.)"""
+    for name in ("2:36", *(f"1:{i}" for i in range(some(4, 40)))):
+        with vfn.simulate(8):
+            assert not fault(name), name
+
+
+def test_sampled_layouts_on_real_ranks(gloo):
+    assert gloo(4, faults_on_ranks, [f"3:{i}" for i in range(some(3, 12))]) == [{}] * 4
+
+
+def step(w, x, lr):
+    loss, gradient = vfn.value_and_grad(lambda w: torch.tanh(x @ w).square().mean())(w)
+    return loss, w - lr * gradient
+
+
+W, X = torch.randn(6, 4, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+RECORDED = record(step, W, X, 0.5)
+LAYOUTS = Layouts(
+    AXES,
+    (P(None, "tp"), P("dp"), None),
+    {"mm_default": CallLayout((P("dp"), P(None, "tp")), (P("dp", "tp"),))},
+    (P(), P(None, "tp")),
+)
+
+
+def shard(x, spec):
+    return vfn.shard(x, vfn.current_mesh(), spec)
+
+
+def test_a_plan_of_a_layout_replays_with_other_values_and_may_use_its_arguments_up():
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((2, 2), tuple(AXES))):
+        chosen = applied(RECORDED, LAYOUTS)
+        fast = vfn.jit(chosen, donate_argnums=0)
+        w, x = shard(W, P(None, "tp")), shard(X, P("dp"))
+        with vfn.comm_log() as log:
+            chosen(w, x, 0.5)
+        assert [(one.op, one.axis, one.line.rpartition("/")[2][:14]) for one in log][:1] == [
+            ("all_reduce", "dp,tp", "test_choice.py")
+        ]
+        for rate in (0.5, 0.25):
+            wanted = step(W, X, rate)
+            found = fast(shard(W, P(None, "tp")), x, rate)
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(vfn.unshard(a), b, rtol=1e-12, atol=1e-12)
+        assert fast.cache_info().records == 1
+        assert vfn.spec_of(found[1]) == P(None, "tp")
+        with pytest.raises(vfn.errors.DonationError):
+            given_up = shard(W, P(None, "tp"))
+            fast(given_up, x, 0.5)
+            given_up + 1
+
+
+def other_layout(**changes):
+    calls = {"mm_default": CallLayout((P("tp"), P(None, "tp")), (P("tp", "tp"),))}
+    return Layouts(AXES, LAYOUTS.inputs, changes.get("calls", calls), LAYOUTS.outputs)
+
+
+REFUSED = {
+    "another shape": (lambda: applied(RECORDED, LAYOUTS)(W, X[:4], 0.5), "x was f64[8,6] and is f64[4,6]"),
+    "another dtype": (lambda: applied(RECORDED, LAYOUTS)(W.float(), X, 0.5), "w was f64[6,4] and is f32[6,4]"),
+    "another tree": (lambda: applied(RECORDED, LAYOUTS)([W], X, 0.5), "the arguments' trees differ"),
+    "a float of another kind": (lambda: applied(RECORDED, LAYOUTS)(W, X, -0.5), "lr was float and is float"),
+    "lies otherwise": (
+        lambda: applied(RECORDED, LAYOUTS)(shard(W, P("dp")), X, 0.5),
+        "w is f64[6@dp,4] on the mesh (dp=2, tp=2), the layout says P(None, 'tp')",
+    ),
+    "a gradient through it": (
+        lambda: vfn.grad(lambda w: applied(RECORDED, LAYOUTS)(w, X, 0.5)[0])(shard(W, P(None, "tp"))),
+        "arguments require gradients, which a recorded step does not follow",
+    ),
+    "a map over it": (
+        lambda: vfn.vmap(lambda w: applied(RECORDED, LAYOUTS)(w, X, 0.5)[0])(W[None]),
+        "a chosen layout is of a whole step: it runs under no transform",
+    ),
+    "an axis twice": (lambda: applied(RECORDED, other_layout())(W, X, 0.5), "mm_default: P('tp', 'tp')"),
+    "dims that go together": (
+        lambda: applied(
+            RECORDED, other_layout(calls={"mm_default": CallLayout((P(None, "dp"), P("tp")), (P(unreduced={"tp"}),))})
+        )(W, X, 0.5),
+        "mm_default: mm(f64[8,6@dp], f64[6@tp,4]) -> f64[8,4]{U:tp}: dims that it goes through together are split as",
+    ),
+    "not linear": (
+        lambda: applied(
+            RECORDED,
+            other_layout(calls={"tanh_default": CallLayout((P(unreduced={"tp"}),), (P(unreduced={"tp"}),))}),
+        )(W, X, 0.5),
+        "it is not linear in what is to lie as P(unreduced={'tp'})",
+    ),
+    "too few specs": (
+        lambda: applied(RECORDED, other_layout(calls={"mm_default": CallLayout((P(),), (P(),))})),
+        "calls['mm_default'].ins: 1 specs for 2",
+    ),
+    "no such call": (
+        lambda: applied(RECORDED, other_layout(calls={"nn": CallLayout((P(),), (P(),))})),
+        "calls['nn']: the recording has no such call",
+    ),
+    "a branch": (lambda: record(lambda x: x if (x.long() > 0).all() else -x, X), "a truth value in Python"),
+    "a loop": (
+        lambda: record(lambda x: vfn.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, x), X),
+        "a value is read in Python",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_carried_out_is_refused_by_name(name):
+    call, words = REFUSED[name]
+    with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((2, 2), tuple(AXES))):
+        with pytest.raises(vfn.errors.VfnError) as error:
+            call()
+    assert words in str(error.value)
+
+
+def test_rules_give_exactly_the_specs():
+    lie = {"attention.q": P(None, "tp"), "attention.out": P("tp"), "norm": P(), "mlp.up": P(None, "tp")}
+    specs = {f"blocks.{i}.{name}": spec for i in range(12) for name, spec in lie.items()}
+    specs |= {"embed": P("tp"), "blocks.0.mlp.up": P("dp"), "seq": P("dp", "tp")}
+    rules = rules_of(specs)
+    assert rules == [
+        (r"^blocks\.0\.mlp\.up$", P("dp")),
+        (r"\b(q|up)$", P(None, "tp")),
+        (r"(out|embed)$", P("tp")),
+        (r"seq$", P("dp", "tp")),
+        (".*", P()),
+    ]
+    assert given(rules, specs) == specs

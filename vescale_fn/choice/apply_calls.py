@@ -1,0 +1,214 @@
+"""One call of a recorded graph, carried out on arrays as a layout says."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._core import torch_internals
+from .._core.arrays.array import Array, is_array, place, spec_of, wrap
+from .._core.arrays.array_values import brought, reason
+from .._core.arrays.decide import decide_as
+from .._core.arrays.stated_layout import NotAllowed
+from .._core.arrays.strides import in_order
+from .._core.base import source_lines
+from .._core.base.errors import SpecError
+from .._core.base.messages import report
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.layout import WHOLE, type_text
+from .._core.sharding.placements import normal
+from .._core.sharding.spec import P
+from ..plan.ir.graph import Step, is_aten, name_of, value, written
+from .layouts import CallLayout
+
+_NOT_SO = "a call cannot be carried out as the layout says"
+_LEFT_OUT = "leave it out of Layouts.calls, and it runs as the rules vote"
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes that give the tensors among a call's arguments, in order; once for each time that it takes one."""
+    return [x for x in _nodes_in((node.args, node.kwargs)) if isinstance(value(x), torch.Tensor)]
+
+
+def results(node: fx.Node) -> list[torch.Tensor]:
+    """A call's tensor results, without values."""
+    val = value(node)
+    return [x for x in (val if isinstance(val, (list, tuple)) else (val,)) if isinstance(x, torch.Tensor)]
+
+
+def _nodes_in(a: Any) -> Iterator[fx.Node]:
+    if isinstance(a, fx.Node):
+        yield a
+    elif isinstance(a, (list, tuple)):
+        for x in a:
+            yield from _nodes_in(x)
+    elif isinstance(a, dict):
+        yield from _nodes_in(list(a.values()))
+
+
+def filled(a: Any, of: Callable[[fx.Node], Any]) -> Any:
+    """A call's arguments with `of` of each node."""
+    if isinstance(a, fx.Node):
+        return of(a)
+    if isinstance(a, (list, tuple)):
+        return (list if isinstance(a, list) else tuple)(filled(x, of) for x in a)
+    return {name: filled(x, of) for name, x in a.items()} if isinstance(a, dict) else a
+
+
+class Calls:
+    """Carries calls out.
+
+    Args:
+        mesh: of the arrays.
+        hot: the nodes whose memory is written after they were made: they stay where they are.
+    """
+
+    def __init__(self, mesh: Any, hot: frozenset[fx.Node]) -> None:
+        self.mesh, self.hot, self.axes = mesh, hot, axes_of(mesh)
+        self._values: dict[fx.Node, Any] = {}
+        self._moved: dict[tuple[fx.Node, P], Any] = {}
+        self._decided: dict[Any, Any] = {}
+
+    def hold(self, node: fx.Node, x: Any) -> None:
+        """Note what a node gives."""
+        self._values[node] = x
+
+    def given(self, node: fx.Node) -> Any:
+        """What a node gave."""
+        return self._values[node]
+
+    def forget(self, node: fx.Node) -> None:
+        """Let what a node gave go."""
+        x = self._values.pop(node, None)
+        if isinstance(x, torch.Tensor):
+            for key in [key for key in self._moved if key[0] is node]:
+                del self._moved[key]
+
+    def end(self) -> None:
+        """Let all go."""
+        self._values.clear()
+        self._moved.clear()
+
+    def run(self, node: fx.Node, stated: CallLayout | None) -> Any:
+        """What a call gives: laid out as stated, or as the rules vote."""
+        func: Any = node.target
+        if func is operator.getitem:
+            whole, part = node.args
+            out = self._values[whole][part]  # type: ignore[index]
+            return out if stated is None else self._laid_out(node, out, stated.outs)
+        if isinstance(func, Step):
+            return self._in_order(node)
+        if not is_aten(node):  # arithmetic on floats
+            return func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
+        nodes = operands(node)
+        if not nodes:
+            return self._made(node, stated)
+        if stated is None:
+            return func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
+        given = [self._brought(x, spec, node) for x, spec in zip(nodes, stated.ins, strict=True)]
+        each = iter(given)
+        take = lambda x: next(each) if isinstance(value(x), torch.Tensor) else self.given(x)
+        args, kwargs = filled(node.args, take), filled(node.kwargs, take)
+        if written(node) or any(x in self.hot for x in nodes):
+            return self._laid_out(node, func(*args, **kwargs), stated.outs, stays=True)
+        decision = self._decision(node, given, args, kwargs, stated)
+        if decision is not None:
+            return decision.run(Array, args, kwargs)
+        if any(not self._same(spec, WHOLE, value(x)) for x, spec in zip(nodes, stated.ins, strict=True)):
+            raise self.unfit(node, stated, "no rule says how it is split: its arguments are whole")
+        return self._laid_out(node, func(*args, **kwargs), stated.outs)
+
+    def _decision(self, node: fx.Node, given: Sequence[Any], args: Any, kwargs: Any, stated: CallLayout) -> Any:
+        """The decision that carries a call out as stated; None where no rule says how it is split."""
+        key = node, *map(torch_internals.spec, given)
+        if key not in self._decided:
+            ins = [normal(spec, self.axes, x.shape) for x, spec in zip(given, stated.ins, strict=True)]
+            outs = [normal(spec, self.axes, x.shape) for x, spec in zip(results(node), stated.outs, strict=True)]
+            try:
+                with torch_internals.unrecorded():
+                    self._decided[key] = decide_as(node.target, args, kwargs, ins, outs)
+            except NotAllowed as why:
+                raise self.unfit(node, stated, str(why)) from None
+        return self._decided[key]
+
+    def _same(self, a: P, b: P, x: torch.Tensor) -> bool:
+        return normal(a, self.axes, x.shape) == normal(b, self.axes, x.shape)
+
+    def _brought(self, node: fx.Node, spec: P, caller: fx.Node) -> Any:
+        """What a node gave, in a layout; once for all calls that want it so."""
+        x = self._values[node]
+        if self._same(spec_of(x), spec, x):
+            return x
+        if node in self.hot:
+            raise SpecError(
+                report(
+                    "choice",
+                    _NOT_SO,
+                    [
+                        f"{caller.name} wants {node.name} as {spec!r}, which lies as {spec_of(x)!r} and stays there: it is "
+                        f"written in place, {_where(caller)}"
+                    ],
+                    _LEFT_OUT,
+                )
+            )
+        found = self._moved.get((node, spec))
+        if found is None:
+            target = normal(spec, self.axes, x.shape)
+            why = reason(caller.target, tuple(x.shape), x.dtype, spec_of(x), target)
+            local = in_order(brought(x, target, why), x)
+            found = self._moved[node, spec] = wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
+        return found
+
+    def _made(self, node: fx.Node, stated: CallLayout | None) -> Any:
+        """What a call without tensors makes: every rank makes all of it and keeps its part, which a plan makes alone."""
+        device = torch.device(self.mesh.device_type)
+        there = lambda a: device if isinstance(a, torch.device) else a
+        func: Any = node.target
+        kwargs = {name: there(x) for name, x in filled(node.kwargs, self.given).items()}
+        out = func(*map(there, filled(node.args, self.given)), **kwargs)
+        outs = [P()] * len(results(node)) if stated is None else stated.outs
+        return self._laid_out(node, out, outs)
+
+    def _laid_out(self, node: fx.Node, out: Any, specs: Sequence[P], stays: bool = False) -> Any:
+        """Results, each moved to where it is to lie; `stays`: or refused, where it does not."""
+        each = iter(specs)
+
+        def one(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            spec = next(each)
+            if is_array(x) and self._same(spec_of(x), spec, x):
+                return x
+            if stays or spec.unreduced:
+                is_ = type_text(x.shape, x.dtype, spec_of(x) if is_array(x) else WHOLE)
+                raise self.unfit(node, CallLayout((), tuple(specs)), f"it gives {is_}")
+            return place(x, self.mesh, normal(spec, self.axes, x.shape), f"what {name_of(node)} gives, in parts")
+
+        return type(out)(map(one, out)) if isinstance(out, (list, tuple)) else one(out)
+
+    def _in_order(self, node: fx.Node) -> Any:
+        """A value with its elements in another order in memory."""
+        x, like = self.given(node.args[0]), value(node)  # type: ignore[arg-type]
+        if 0 in like.stride():
+            return x
+        order = sorted(range(x.ndim), key=lambda d: -like.stride(d))
+        back = sorted(range(x.ndim), key=order.__getitem__)
+        return x.permute(order).contiguous().permute(back)
+
+    def unfit(self, node: fx.Node, stated: CallLayout, why: str) -> SpecError:
+        """What is said where a call cannot be carried out as stated."""
+        ins = ", ".join(type_text(value(x).shape, value(x).dtype, spec) for x, spec in zip(operands(node), stated.ins))
+        outs = ", ".join(type_text(x.shape, x.dtype, spec) for x, spec in zip(results(node), stated.outs))
+        return SpecError(
+            report(
+                "choice", _NOT_SO, [f"{node.name}: {name_of(node)}({ins}) -> {outs}: {why}, {_where(node)}"], _LEFT_OUT
+            )
+        )
+
+
+def _where(node: fx.Node) -> str:
+    return f"at {source_lines.quoted(node.meta.get('line') or '?')}"
