@@ -2487,6 +2487,48 @@ def a_schedule_of_too_few_microbatches(mesh):
 
 
 @misuse
+def hardware_that_cannot_be(mesh):
+    """HardwareError
+    Hardware: 'mine' cannot be
+      * flops['bfloat16'] is '7e14', and has to be above 0
+      * bytes is 0, and has to be above 0
+      * links[0].protocols[0].bytes is -1.0, and has to be above 0
+      * flops has no float32, only bfloat16
+      * links[0] has 'all_reduced'; did you mean 'all_reduce'?; kinds are all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, permute, send, receive
+      * links[1] joins 12, which is no multiple of the 8 of links[0]
+    """
+    way = vfn.hardware.Protocol(1e-5, 1e-6, -1.0)
+    links = (vfn.hardware.Link(8, (way,), {"all_reduced": ()}), vfn.hardware.Link(12, ()))
+    vfn.hardware.Hardware("mine", {"bfloat16": "7e14"}, 0, 1e-6, 1e9, links)
+
+
+@misuse
+def hardware_of_too_few_ranks(mesh):
+    """HardwareError
+    Hardware.collective: 1 node of 8 H100 has 8 ranks, and the mesh (dp=2, tp=8) 16
+      Instead: a preset of more nodes, as in vfn.hardware.h100(nodes=...)
+    """
+    vfn.hardware.h100().collective("all_reduce", 1e6, {"dp": 2, "tp": 8}, ["tp"])
+
+
+@misuse
+def hardware_from_another_text(mesh):
+    """HardwareError
+    Hardware.from_json: this is not what Hardware.to_json writes: KeyError: 'links'
+    """
+    vfn.hardware.Hardware.from_json('{"name": "mine"}')
+
+
+@misuse
+def a_collective_that_is_none(mesh):
+    """HardwareError
+    Hardware.collective: 'allreduce' is no kind of collective; did you mean 'all_reduce'?
+      * there are all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, permute, send, receive
+    """
+    vfn.hardware.h100().collective("allreduce", 1e6, {"tp": 8}, ["tp"])
+
+
+@misuse
 def costs_of_stages_for_other_ranks(mesh):
     """ScheduleError
     schedules.auto: the costs are of 3 stages, but 2 ranks have an equal number each

@@ -17,9 +17,7 @@ from vescale_fn._core.base.other_attributes import OTHER_ATTRIBUTES
 from vescale_fn._core.base.other_names import OTHER_NAMES
 from vescale_fn._core.base.other_words import OTHER_WORDS
 
-PUBLIC = (
-    "checkpoint data debugging errors lax nn ops optim optim.schedules plan precision random schedules tree".split()
-)
+PUBLIC = "checkpoint data debugging errors hardware lax nn ops optim optim.schedules plan precision random schedules tree".split()
 
 
 @pytest.mark.parametrize("name", ["", *PUBLIC])

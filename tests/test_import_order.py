@@ -24,6 +24,7 @@ LIGHT = (
     *(f"_core.base.{name}" for name in ("errors", "messages", "tree")),
     *(f"schedules.{name}" for name in "actions auto costs deadlocks drawing files letters named".split()),
     *(f"schedules.{name}" for name in "partial schedule simulator task_graph timed_task timeline validation".split()),
+    *(f"hardware.{name}" for name in "hardware links presets".split()),
     "recipes.command_line",
 )  # pure data: importable where torch is not wanted
 
@@ -146,7 +147,7 @@ def order_faults(root: Path) -> list[str]:
 
 # The root
 
-ENTRIES = "__init__.py _core checkpoint choice data debugging errors.py lax.py nn ops optim pipelined.py plan precision py.typed random recipes schedules tree.py".split()
+ENTRIES = "__init__.py _core checkpoint choice data debugging errors.py hardware lax.py nn ops optim pipelined.py plan precision py.typed random recipes schedules tree.py".split()
 
 
 def entries(root: Path) -> list[str]:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core import torch_internals
+from vescale_fn._core.distributed.parcels import Lies, Parcel
 from vescale_fn.plan import cut_choice
 from vescale_fn.plan.ir.graph import collectives
 from vescale_fn.recipes import gpt, models
@@ -532,14 +534,34 @@ def cut_by_times_of_its_own(rank: int):
 
 def skipping(sends: list):
     """Values of several dtypes in one message; whose sends are noted."""
-    isend, dist.isend = dist.isend, lambda x, **how: sends.append(x) or isend(x, **how)
+    sent, torch_internals.sent = torch_internals.sent, lambda *of: sends.append(of) or sent(*of)
     piped = vfn.pipeline(skips, "pp", microbatches=PARTS, cuts=[0, 1, 2])
     params = vfn.shard(matrices(4), mesh := vfn.make_mesh((4,), ("pp",)), P())
     found = vfn.unshard(vfn.value_and_grad(piped)(params, X, Y))
-    dist.isend = isend
+    torch_internals.sent = sent
     messages = next(iter(piped._plans.values())).stages.messages
     assert len(sends) == PARTS * sum(source == mesh.get_coordinate()[0] for _, source, *_ in messages)
     return found
+
+
+def test_values_that_travel_together_lie_as_they_lay() -> None:
+    x = torch.arange(24.0).view(2, 3, 4)
+    turned = torch.complex(x, x + 1).conj()
+    every = [
+        *(x, x.mT, x[:, :, 1:3], x[:1].expand(5, 3, 4), x[:0], turned, turned.imag, turned.mT, x.bool(), x[0, 0, 1]),
+        *(x.to(dtype) for dtype in (torch.int16, torch.uint32, torch.bfloat16, torch.float8_e5m2)),
+    ]
+    for values in ([*every], *([one] for one in every)):
+        sender, receiver = (Parcel([Lies.of(one) for one in values]) for _ in range(2))
+        sent, arrived = sender.packed(values), receiver.room()
+        assert len(sent) == len(arrived) == (values[0].numel() > 0)
+        for given, room in zip(sent, arrived):
+            assert given.is_contiguous()
+            room.copy_(given.reshape(room.shape))
+        found = receiver.unpacked(arrived)
+        assert [Lies.of(one) for one in found] == [Lies.of(one) for one in values]
+        assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, values) if not one.is_complex())
+        assert all(torch.equal(one, other) for one, other in zip(found, values) if one.is_complex())
 
 
 def on_a_rank():

@@ -5,6 +5,7 @@ import contextlib
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -53,6 +54,21 @@ def thread_of_gloo():
         names = {path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")}
     del group
     return not names or door.GLOO_THREAD in names
+
+
+def between_two():
+    """What one of two ranks receives that the other has sent."""
+    store, found = torch.distributed.HashStore(), torch.zeros(2)
+
+    def run(rank):
+        group = torch.distributed.ProcessGroupGloo(store, rank, 2)
+        (door.received(group, found, 0) if rank else door.sent(group, torch.tensor([3.0, 4.0]), 1)).wait()
+
+    other = threading.Thread(target=run, args=(1,))
+    other.start()
+    run(0)
+    other.join()
+    return found.tolist()
 
 
 def seen_from_vmap(what):
@@ -634,6 +650,7 @@ CASES = {
     "preload": lambda: door.preload() is None,
     "propagate": lambda: door.propagate(aten.sin.default, (door.spec(array()),), {}) == ([(Shard(0),)], [(Shard(0),)]),
     "rebuild_tensor": lambda: door.rebuild_tensor(typed(), 0, (2,), (1,), False, {}).shape == (2,),
+    "received": lambda: between_two() == [3, 4],
     "recorder": lambda: door.recorder() is None,
     "reduce_scatter_single": lambda: callable(door.reduce_scatter_single),
     "register_tree_node": lambda: tree() == ([1], ["x"]),
@@ -642,6 +659,7 @@ CASES = {
     "run_compiled_as_written": lambda: as_written() == [None, len],
     "running_node": lambda: door.running_node() is None and backward_numbers()[1] >= 0,
     "saved_tensor_hooks": hooks_around,
+    "sent": lambda: callable(door.sent),  # "received"
     "schema": lambda: [a.name for a in door.schema(MM).arguments] == ["self", "mat2"],
     "set_ambient": lambda: put_back() == (0, True),
     "set_default_group_timeout": lambda: callable(door.set_default_group_timeout),

@@ -3,7 +3,22 @@
 # First, for it answers a mistyped option: what follows imports torch.
 from vescale_fn.recipes import command_line as _command_line  # noqa: F401 # pyright: ignore[reportUnusedImport]
 
-from . import checkpoint, data, debugging, errors, lax, nn, ops, optim, plan, precision, random, schedules, tree
+from . import (
+    checkpoint,
+    data,
+    debugging,
+    errors,
+    hardware,
+    lax,
+    nn,
+    ops,
+    optim,
+    plan,
+    precision,
+    random,
+    schedules,
+    tree,
+)
 from ._core.arrays.array import Array
 from ._core.arrays.placement import from_local, shard, spec_of, unshard, with_sharding
 from ._core.arrays.shapes import ShapeDtype
@@ -112,6 +127,7 @@ __all__ = [
     "fsdp_specs",
     "full_tracebacks",
     "grad",
+    "hardware",
     "init",
     "jit",
     "jvp",

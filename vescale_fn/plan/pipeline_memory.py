@@ -20,7 +20,7 @@ from ..schedules.actions import actions_of
 from .ir import memory_aliases
 from .ir.graph import nbytes, output, value
 from .ir.memory_use import bytes_text, memory
-from .stage_runs import TERM, Name, StageRun, edges, names_from, names_of_terms, nodes_of, split, taken
+from .stage_runs import TERM, Name, StageRun, StageTasks, edges, names_from, names_of_terms, nodes_of, split, taken
 from .staged import Staged
 from .stages import PRE, Stages
 from .tasks import Task
@@ -118,7 +118,7 @@ def _runs(staged: Staged, homes: Sequence[Iterable[int]], posts: Sequence[_Post]
             s: {kind: _Sized(task, kind, post.holds, made, gradients) for kind, task in of.items()}
             for s, of in mine.items()
         }
-        runs.append(StageRun(stages, own, fixed, parts, post))  # type: ignore[arg-type]
+        runs.append(StageRun(StageTasks(stages, own), fixed, parts, post))  # type: ignore[arg-type]
     return runs
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
 from .._core import torch_internals
-from .._core.distributed.edges import Inbox, Lies, Outbox
+from .._core.distributed.edges import End, Inbox, Outbox
+from .._core.distributed.parcels import Lies, Parcel
 from .stages import PRE, B, F, Stages, W
 from .tasks import Task
 
@@ -59,16 +60,21 @@ class Here:
         pass
 
 
-class Between:
-    """Between ranks that are processes, each with its stages.
+class MessageRoutes:
+    """The messages between a rank and others, as they are known before a step.
 
     Args:
         stages: the cut step.
         placement: for each stage the place of its rank.
         rows: for each rank its actions (kind, stage, part), in order, each either F, B or W.
         me: this rank's place.
-        ranks: those of the world at these places.
-        groups: the process group of each edge that this rank is at.
+        ends: of each edge that this rank is at, its end.
+
+    Attributes:
+        incoming: by the place that they come from, the messages in order, each with how it travels.
+        outgoing: the places to which any goes.
+        ways: of each message that leaves this rank, where it goes and how it travels.
+        taken: for some that come, how many of this rank's messages the other one has taken when it sends them.
     """
 
     def __init__(
@@ -77,48 +83,68 @@ class Between:
         placement: Sequence[int],
         rows: Sequence[Sequence[tuple[str, int, int]]],
         me: int,
-        ranks: Sequence[int],
-        groups: dict[tuple[int, int], Any],
+        ends: dict[tuple[int, int], End],
     ) -> None:
-        self.stages, self.placement, self.me, self.here = stages, placement, me, Here()
-        self.inboxes: dict[int, Inbox] = {}
-        self.outboxes: dict[int, Outbox] = {}
+        self.me, self.placement, self.ends = me, placement, ends
+        self._stages, self._parcels = stages, dict[Any, Parcel]()
+        self.incoming: dict[int, list[tuple[Name, Parcel]]] = {}
+        self.ways: dict[Name, tuple[int, Parcel]] = {}
+        self.outgoing: list[int] = []
+        terms = names_of_terms(stages)
         for source, target in edges(stages, placement):
-            if target == me:
-                names = [name for action in rows[source] for name in names_from(stages, *action)]
-                names += names_of_terms(stages)
-                mine = [x for x in names if (placement[x.source], placement[x.target]) == (source, target)]
-                expected = [(name, self._lies(name)) for name in mine]
-                self.inboxes[source] = Inbox(groups[source, target], ranks[source], expected)
-            if source == me:
-                self.outboxes[target] = Outbox(groups[source, target], ranks[target])
+            if me in (source, target):
+                names = [*(name for action in rows[source] for name in names_from(stages, *action)), *terms]
+                over = [x for x in names if (placement[x.source], placement[x.target]) == (source, target)]
+                if target == me:
+                    self.incoming[source] = [(name, self._parcel(name)) for name in over]
+                else:
+                    self.outgoing.append(target)
+                    self.ways.update((name, (target, self._parcel(name))) for name in over)
         self.taken = {
-            name: count for other in self.outboxes for name, count in taken(stages, placement, rows[other], me)
+            name: count for other in self.outgoing for name, count in taken(stages, placement, rows[other], me)
         }
+
+    def _parcel(self, name: Name) -> Parcel:
+        key = name if name.made == TERM else name[:4]
+        if key not in self._parcels:
+            self._parcels[key] = Parcel(self._lies(name))
+        return self._parcels[key]
+
+    def _lies(self, name: Name) -> list[Lies]:
+        found = [Lies.of(x.meta["val"]) for x in nodes_of(self._stages, name)]
+        if name.made != TERM:
+            return found
+        return [lies._replace(dtype=torch.promote_types(lies.dtype, torch.float32)) for lies in found]
+
+
+class Between:
+    """Between ranks that are processes, in one step, which begins: each receives a message before it needs it.
+
+    Args:
+        routes: what is known of the messages.
+    """
+
+    def __init__(self, routes: MessageRoutes) -> None:
+        ends, me, self.routes, self.here = routes.ends, routes.me, routes, Here()
+        self.inboxes = {source: Inbox(ends[source, me], names) for source, names in routes.incoming.items()}
+        self.outboxes = {target: Outbox(ends[me, target]) for target in routes.outgoing}
         for inbox in self.inboxes.values():
             inbox.begin()
 
-    def _lies(self, name: Name) -> list[Lies]:
-        if name.made != TERM:
-            return [Lies.of(x.meta["val"]) for x in self.stages.messages[name[:4]]]
-        gradient, term = name.part
-        lies = Lies.of(self.stages.parts[gradient][term].node.meta["val"])
-        return [lies._replace(dtype=torch.promote_types(lies.dtype, torch.float32))]
-
     def send(self, name: Name, values: list[Any]) -> None:
-        to = self.placement[name.target]
-        if to == self.me:
-            self.here.send(name, values)
+        if name in self.routes.ways:
+            to, parcel = self.routes.ways[name]
+            self.outboxes[to].send(values, parcel)
         else:
-            self.outboxes[to].send(values, self._lies(name))
+            self.here.send(name, values)
 
     def take(self, name: Name) -> list[Any]:
-        source = self.placement[name.source]
-        if source == self.me:
+        source = self.routes.placement[name.source]
+        if source == self.routes.me:
             return self.here.take(name)
         values = self.inboxes[source].take(name)
-        if name in self.taken:
-            self.outboxes[source].arrived(self.taken[name])
+        if name in self.routes.taken:
+            self.outboxes[source].arrived(self.routes.taken[name])
         return values
 
     def finish(self) -> None:
@@ -208,94 +234,120 @@ class Totals:
         self.sums.update(zip(names, sums, strict=True))
 
 
-class _Steps:
+class _TaskSteps:
     """What running a task of a stage is, for any part of the batch.
 
     Args:
-        run: the step of which it is a part.
+        stages: the cut step.
+        own: the tasks of the stage.
         kind, stage: of the task.
     """
 
-    def __init__(self, run: StageRun, kind: str, stage: int) -> None:
-        self.task, stages = run.tasks[stage][kind], run.stages
-        self.takes, self.sends = names_to(stages, kind, stage, -1), names_from(stages, kind, stage, -1)
-        self.once = once = run.once[stage]
-        self.given = [once.get(x) for x in self.task.inputs]
-        self.own = [(i, x, x in self.task.dies) for i, x in enumerate(self.task.inputs) if x not in once]
+    def __init__(self, stages: Stages, own: Mapping[str, Task], kind: str, stage: int) -> None:
+        self.task, self.kind, self.stage, self._stages = own[kind], kind, stage, stages
+        once = set(own[PRE].outputs)
+        places = [(i, x) for i, x in enumerate(self.task.inputs) if x not in once]
+        self._of_parts = [(i, x) for i, x in places if x in stages.batch]
+        self._kept = [(i, x, x in self.task.dies) for i, x in places if x.op != "placeholder"]
+        self._messages: dict[int, Any] = {}
         totals: list[tuple[Any, fx.Node]] = []
         if kind == F:
             totals = [(("value", i), x) for i, (x, at) in enumerate(zip(stages.values, stages.at)) if at == stage]
         elif kind == W:
             terms = [(("gradient", i, j), term) for i, of in enumerate(stages.parts) for j, term in enumerate(of)]
             totals = [(name, term.node) for name, term in terms if term.stage == stage]
-        self.names, self.adds = [name for name, _ in totals], [x for _, x in totals]
+        self._names, self._added = [name for name, _ in totals], [x for _, x in totals]
 
     def __call__(self, run: StageRun, kept: dict[fx.Node, Any], part: int) -> None:
-        for name in self.takes:
-            kept.update(zip(run.stages.messages[name[:4]], run.post.take(name._replace(part=part)), strict=True))
-        task, batch = self.task, run.parts[part]
+        task, (takes, sends) = self.task, self._messages.get(part) or self._messages_of(part)
+        for name, nodes in takes:
+            kept.update(zip(nodes, run.post.take(name), strict=True))
+        batch = run.parts[part]
         if task.run is not None:
-            given = self.given.copy()
-            for i, x, dies in self.own:
-                given[i] = batch[x] if x in batch else kept.pop(x) if dies else kept[x]
+            given = run.given[self.kind, self.stage].copy()
+            for i, x in self._of_parts:
+                given[i] = batch[x]
+            for i, x, dies in self._kept:
+                given[i] = kept.pop(x) if dies else kept[x]
             kept.update(zip(task.outputs, task.run(given), strict=True))
-        find = lambda x: kept[x] if x in kept else batch[x] if x in batch else self.once[x]
-        for name in self.sends:
-            run.post.send(name._replace(part=part), list(map(find, run.stages.messages[name[:4]])))
-        if self.adds:
-            run.totals.add(self.names, part, list(map(find, self.adds)))
+        for name, nodes in sends:
+            run.post.send(name, [kept[x] for x in nodes])
+        if self._added:
+            once = run.once[self.stage]
+            find = lambda x: kept[x] if x in kept else batch[x] if x in batch else once[x]
+            run.totals.add(self._names, part, list(map(find, self._added)))
         for x in task.last:
             kept.pop(x, None)
+
+    def _messages_of(self, part: int) -> Any:
+        found = tuple(
+            [(name, nodes_of(self._stages, name)) for name in names(self._stages, self.kind, self.stage, part)]
+            for names in (names_to, names_from)
+        )
+        self._messages[part] = found
+        return found
+
+
+class StageTasks:
+    """The tasks of some stages, and what running each is: the same in all steps.
+
+    Args:
+        stages: the cut step.
+        tasks: of each stage that is played here.
+    """
+
+    def __init__(self, stages: Stages, tasks: Mapping[int, Mapping[str, Task]]) -> None:
+        self.stages, self.tasks = stages, tasks
+        self.steps = {(kind, s): _TaskSteps(stages, own, kind, s) for s, own in tasks.items() for kind in (F, B, W)}
 
 
 class StageRun:
     """One step: the tasks of some stages, one after the other.
 
     Args:
-        stages: the cut step.
-        tasks: of each stage that is played here.
+        of: the stages that are played here.
         fixed: the inputs that all parts of the batch share.
         parts: for each part its own inputs.
         post: how values come from stage to stage.
 
     Attributes:
         totals: of ``("value", i)``, and of ``("gradient", i, j)`` for the j-th term of the i-th gradient.
+        once: of each stage what is the same for all parts.
+        given: to each task, of what it takes what is the same for all parts.
     """
 
     def __init__(
         self,
-        stages: Stages,
-        tasks: dict[int, dict[str, Task]],
+        of: StageTasks,
         fixed: dict[fx.Node, Any],
         parts: Sequence[dict[fx.Node, Any]],
         post: Post,
     ) -> None:
-        self.stages, self.tasks, self.post, self.totals = stages, tasks, post, Totals()
+        self.of, self.post, self.totals, self.parts = of, post, Totals(), parts
         self.kept: dict[tuple[int, int], dict[fx.Node, Any]] = {}
-        self.parts = parts
-        self.once: dict[int, dict[fx.Node, Any]] = {}  # what is the same for all parts
-        for stage, own in tasks.items():
+        self.once: dict[int, dict[fx.Node, Any]] = {}
+        for stage, own in of.tasks.items():
             pre, self.once[stage] = own[PRE], {**fixed}
             if pre.run is not None:
                 self.once[stage].update(zip(pre.outputs, pre.run([fixed[x] for x in pre.inputs]), strict=True))
-        self._steps = {(kind, stage): _Steps(self, kind, stage) for stage in tasks for kind in (F, B, W)}
+        self.given = {at: list(map(self.once[at[1]].get, steps.task.inputs)) for at, steps in of.steps.items()}
 
     def action(self, kind: str, stage: int, part: int) -> None:
         """Run a task."""
-        self._steps[kind, stage](self, self.kept.setdefault((stage, part), {}), part)
+        self.of.steps[kind, stage](self, self.kept.setdefault((stage, part), {}), part)
 
     def finish(self) -> Totals:
         """Bring the terms of each gradient together, the first stage's first."""
-        terms = names_of_terms(self.stages)
+        terms = names_of_terms(self.of.stages)
         for name in terms:
-            if name.source in self.tasks:
+            if name.source in self.of.tasks:
                 self.post.send(name, [self.totals.sums.pop(("gradient", *name.part))])
         for name in terms:
-            if name.target in self.tasks:
+            if name.target in self.of.tasks:
                 first = "gradient", name.part[0], 0
                 self.totals.sums[first] = self.totals.sums[first] + self.post.take(name)[0]
         self.post.finish()
-        self.parts, self.once, self._steps = (), {}, {}  # nothing needs what was given
+        self.parts, self.once, self.given = (), {}, {}  # nothing needs what was given
         return self.totals
 
 

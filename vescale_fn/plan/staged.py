@@ -14,7 +14,8 @@ from .._core.arrays.along_axis import AlongAxis
 from .._core.base import context, source_lines
 from .._core.base.errors import TransformError
 from .._core.base.messages import report
-from .._core.distributed.edges import Lies, edge_group
+from .._core.distributed.edges import End, edge_group
+from .._core.distributed.parcels import Lies
 from .._core.sharding.layout import contiguous_stride
 from .auto_schedule import found_for
 from .cut_choice import chosen
@@ -24,7 +25,7 @@ from .message_log import Logged, Messages
 from .passes.functionalize_writes import writes
 from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
-from .stage_runs import Between, Here, StageRun, edges, split
+from .stage_runs import Between, Here, MessageRoutes, StageRun, StageTasks, edges, split
 from .stages import CutStep, F, filled
 from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
@@ -127,6 +128,7 @@ class Staged:
             for action in one
             if gradients or action[0] == F
         ]
+        self._mine = [action for rank, action in self.order if along.all_here or rank == along.me]
         self.bodies = TaskBodies()
         self.all_tasks = [tasks_of(self.stages, s, self.bodies) for s in range(self.stages.count)]
         mine = [s for s, rank in enumerate(placement) if along.all_here or rank == along.me]
@@ -169,10 +171,16 @@ class Staged:
         along = self.along
         if not self._consensus.meet([t.body.meets for of in self.all_tasks for t in of.values() if t.body is not None]):
             self.bodies.give_back()
-        self._groups: dict[tuple[int, int], Any] = {}
-        if not along.all_here:
-            for pair in edges(self.stages, self.schedule.placement):
-                self._groups[pair] = edge_group(along.mesh, along.axis, *pair, dist.group.WORLD)
+        self._run = StageTasks(self.stages, self.tasks)
+        if along.all_here:
+            return
+        placement, ends = self.schedule.placement, dict[tuple[int, int], End]()
+        for pair in edges(self.stages, placement):
+            group = edge_group(along.mesh, along.axis, *pair, dist.group.WORLD)
+            if along.me in pair:
+                ends[pair] = End.of(group, along.ranks[pair[pair[0] == along.me]])
+        rows = [[action for rank, action in self.order if rank == place] for place in range(along.size)]
+        self._routes = MessageRoutes(self.stages, placement, rows, along.me, ends)
 
     def connect(self) -> None:
         """Compare with other ranks what was recorded within another recording, and connect with them."""
@@ -281,18 +289,13 @@ class Staged:
             (fixed if part is None else own[part])[node] = x
         placement, along = self.schedule.placement, self.along
         along.begin()
-        if along.all_here:
-            post: Any = Here()
-        else:
-            rows = [[action for rank, action in self.order if rank == place] for place in range(along.size)]
-            post = Between(self.stages, placement, rows, along.me, along.ranks, self._groups)
+        post: Any = Here() if along.all_here else Between(self._routes)
         if logs := context.logs():
             messages = Messages(self.stages, placement, along.axis, self.played)
             post = Logged(post, messages, logs, receives=not along.all_here)
-        run = StageRun(self.stages, self.tasks, fixed, own, post)
-        for rank, action in self.order:
-            if along.all_here or rank == along.me:
-                run.action(*action)
+        run = StageRun(self._run, fixed, own, post)
+        for action in self._mine:
+            run.action(*action)
         sums = run.finish().sums
         along.end()
         return [None if (x := sums.get(name)) is None else x.contiguous() for where in self.where for name in where]

@@ -80,10 +80,12 @@ class Stages:
         values: the nodes that are the value of the function and what else it gives.
         at: the stage of each of the values.
         behind: the stage behind each cut that is used, by the cut's number.
+        batch: the inputs that differ from part to part.
     """
 
     count: int
     values: Sequence[fx.Node]
+    batch: frozenset[fx.Node]
     tasks: dict[tuple[str, int], list[fx.Node]] = field(default_factory=dict)
     messages: dict[tuple[str, int, str, int], list[fx.Node]] = field(default_factory=dict)
     parts: list[list[Term]] = field(default_factory=list)
@@ -160,7 +162,7 @@ class _Cutting:
         results = [*self.step.values, *(node for parts in self.gradients for node in parts)]
         self.live = {x for x in reached(results) if x.op == "call_function"}
         self.count = 1 + max((self.stage[x] for x in self.live if x in self.stage), default=0)
-        stages = Stages(self.count, self.step.values, behind=self.behind)
+        stages = Stages(self.count, self.step.values, self.step.batch, behind=self.behind)
         self._find_sites({x for x in results if x.op == "call_function"})
         self._find_kinds()
         self._fill(stages)

@@ -109,6 +109,10 @@ class ScheduleError(VfnError, ValueError):
     """A schedule of a pipeline is not complete, would deadlock, or cannot be made for these sizes."""
 
 
+class HardwareError(VfnError, ValueError):
+    """Figures of hardware that cannot be, or hardware with fewer ranks than a mesh has."""
+
+
 class ReshardError(VfnError, RuntimeError):
     """Under `strict`: a move of data that the program did not ask for."""
 

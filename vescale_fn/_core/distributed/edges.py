@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -16,21 +16,8 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_internals
-from ..base import dtypes
 from .communicator import groups
-
-
-class Lies(NamedTuple):
-    """How a value that is sent lies in memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> Lies:
-        return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
+from .parcels import Parcel
 
 
 @functools.lru_cache(maxsize=256)
@@ -48,28 +35,43 @@ def edge_group(mesh: Any, axis: str, source: int, target: int, default: Any) -> 
     return mine
 
 
+class End(NamedTuple):
+    """This rank's end of an edge.
+
+    Attributes:
+        group: of the edge.
+        other: the other rank's number in it.
+        tells: whether the backend says when something is away; gloo says so only to who waits for it.
+    """
+
+    group: Any
+    other: int
+    tells: bool
+
+    @classmethod
+    def of(cls, group: Any, rank: int) -> End:
+        """Of the group of an edge to, or from, a rank of the world."""
+        return cls(group, dist.get_group_rank(group, rank), dist.get_backend(group) != "gloo")
+
+
 class Inbox:
     """The messages that come from one rank, received in the order in which they are sent.
 
     Args:
-        group: of the edge.
-        source: the rank of the world that sends.
-        expected: of each message its name, and how its values lie.
+        end: of the edge.
+        expected: of each message its name, and how it travels.
     """
 
-    def __init__(self, group: Any, source: int, expected: Sequence[tuple[Hashable, Sequence[Lies]]]) -> None:
-        self.group, self.source, self.expected = group, source, deque(expected)
-        self.arriving: dict[Hashable, tuple[Sequence[Lies], list[tuple[Any, torch.Tensor]]]] = {}
+    def __init__(self, end: End, expected: Iterable[tuple[Hashable, Parcel]]) -> None:
+        self.end, self.expected = end, iter(expected)
+        self.arriving: dict[Hashable, tuple[Parcel, list[tuple[Any, torch.Tensor]]]] = {}
 
     def begin(self) -> None:
         """Begin to receive the next message, if there is one."""
-        if self.expected:
-            name, lies = self.expected.popleft()
-            self.arriving[name] = lies, [self._begun([lies[i] for i in row]) for row in bundles(tuple(lies))]
-
-    def _begun(self, lies: Sequence[Lies]) -> tuple[Any, torch.Tensor]:
-        bits = room_for(lies)
-        return dist.irecv(bits, src=self.source, group=self.group), bits
+        for name, parcel in self.expected:
+            group, source, _ = self.end
+            self.arriving[name] = parcel, [(torch_internals.received(group, x, source), x) for x in parcel.room()]
+            return
 
     def take(self, name: Hashable) -> list[torch.Tensor]:
         """The values of a message, which is waited for."""
@@ -77,29 +79,26 @@ class Inbox:
             self.begin()
         if len(self.arriving) == 1:
             self.begin()
-        lies, begun = self.arriving.pop(name)
-        found: dict[int, torch.Tensor] = {}
-        for row, (work, bits) in zip(bundles(tuple(lies)), begun, strict=True):
+        parcel, begun = self.arriving.pop(name)
+        for work, _ in begun:
             work.wait()
-            found.update(zip(row, apart(bits, [lies[i] for i in row]), strict=True))
-        return [found[i] if i in found else unpacked(None, one) for i, one in enumerate(lies)]
+        return parcel.unpacked([x for _, x in begun])
 
 
 class Outbox:
-    """The messages to one rank. What is being sent is held until it is away: gloo says so only to who waits for it, which is
-    for nothing where the other rank has told that it has it."""
+    """The messages to one rank. What is being sent is held until it is away: with gloo, until the other rank has told that
+    it has it: then one waits for nothing."""
 
-    def __init__(self, group: Any, target: int) -> None:
-        self.group, self.target, self.sent = group, target, 0
+    def __init__(self, end: End) -> None:
+        self.end, self.sent = end, 0
         self.leaving: deque[list[tuple[Any, torch.Tensor]]] = deque()
 
-    def send(self, values: Sequence[torch.Tensor], lies: Sequence[Lies]) -> None:
+    def send(self, values: Sequence[torch.Tensor], parcel: Parcel) -> None:
         """Begin to send."""
-        while self.leaving and all(work.is_completed() for work, _ in self.leaving[0]):
+        group, target, tells = self.end
+        while tells and self.leaving and all(work.is_completed() for work, _ in self.leaving[0]):
             self._let_go()
-        rows = bundles(tuple(lies))
-        every = [together([values[i] for i in row], [lies[i] for i in row]) for row in rows]
-        self.leaving.append([(dist.isend(x, dst=self.target, group=self.group), x) for x in every])
+        self.leaving.append([(torch_internals.sent(group, x, target), x) for x in parcel.packed(values)])
         self.sent += 1
 
     def arrived(self, count: int) -> None:
@@ -115,118 +114,3 @@ class Outbox:
     def _let_go(self) -> None:
         for work, _ in self.leaving.popleft():
             work.wait()
-
-
-# --- values as messages -----------------------------------------------------------------------------------------------
-
-
-_ALIGNED = 16  # bytes, at a multiple of which each of several values begins
-
-
-@functools.lru_cache(maxsize=1024)
-def bundles(lies: tuple[Lies, ...]) -> list[list[int]]:
-    """Which of the values of a message travel as one: those on a device. What has no elements does not."""
-    rows: dict[torch.device, list[int]] = {}
-    for i, one in enumerate(lies):
-        if _size(one):
-            rows.setdefault(one.device, []).append(i)
-    return list(rows.values())
-
-
-def room_for(lies: Sequence[Lies]) -> torch.Tensor:
-    """Memory for values that travel as one: a value alone as what carries it, several as bytes."""
-    one = lies[0]
-    if len(lies) == 1:
-        return torch.empty(_size(one), dtype=_carrier(one.dtype), device=one.device)
-    return torch.empty(_places(lies)[-1], dtype=torch.uint8, device=one.device)
-
-
-def together(values: Sequence[torch.Tensor], lies: Sequence[Lies]) -> torch.Tensor:
-    """Values as one."""
-    if len(lies) == 1:
-        return packed(values[0], lies[0])
-    bits = room_for(lies)
-    for x, one, at in zip(values, lies, _places(lies)):
-        row = packed(x, one).view(torch.uint8)
-        bits[at : at + len(row)] = row
-    return bits
-
-
-def apart(bits: torch.Tensor, lies: Sequence[Lies]) -> list[torch.Tensor]:
-    """The values again."""
-    if len(lies) == 1:
-        return [unpacked(bits, lies[0])]
-    return [
-        unpacked(bits[at : at + _bytes(one)].view(_carrier(one.dtype)), one) for one, at in zip(lies, _places(lies))
-    ]
-
-
-def _places(lies: Sequence[Lies]) -> list[int]:
-    """Where each of several values begins, in bytes, and where the last one ends."""
-    found = [0]
-    for one in lies:
-        found.append(found[-1] + -(-_bytes(one) // _ALIGNED) * _ALIGNED)
-    return found
-
-
-def _bytes(lies: Lies) -> int:
-    return _size(lies) * _carrier(lies.dtype).itemsize
-
-
-def packed(x: torch.Tensor, lies: Lies) -> torch.Tensor:
-    """The elements of a value, each once, in the order of memory, as what travels."""
-    if _is_dense(lies):
-        if tuple(x.stride()) != lies.stride:
-            x = torch.empty_strided(lies.shape, lies.stride, dtype=x.dtype, device=x.device).copy_(x)
-        flat = x.as_strided((x.numel(),), (1,))
-    else:
-        flat = _narrow(x, lies).contiguous().view(-1)
-    flat = flat.clone() if flat.is_conj() or flat.is_neg() else flat
-    return flat.view(_carrier(lies.dtype))
-
-
-def unpacked(bits: torch.Tensor | None, lies: Lies) -> torch.Tensor:
-    """The value again, lying as it lay."""
-    if bits is None:
-        return torch.empty_strided(lies.shape, lies.stride, dtype=lies.dtype, device=lies.device)
-    flat = bits.view(lies.dtype)
-    if _is_dense(lies):
-        return flat.as_strided(lies.shape, lies.stride)
-    shape = _narrowed(lies)
-    out = torch.empty_strided(shape, lies.stride, dtype=lies.dtype, device=lies.device).copy_(flat.view(shape))
-    return out.as_strided(lies.shape, lies.stride)
-
-
-def _is_dense(lies: Lies) -> bool:
-    """Whether the elements fill a piece of memory, each once."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(lies.stride, lies.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _narrowed(lies: Lies) -> tuple[int, ...]:
-    """The shape without what is expanded."""
-    return tuple(1 if s == 0 else n for s, n in zip(lies.stride, lies.shape, strict=True))
-
-
-def _narrow(x: torch.Tensor, lies: Lies) -> torch.Tensor:
-    for dim, size in enumerate(_narrowed(lies)):
-        x = x.narrow(dim, 0, size)
-    return x
-
-
-def _size(lies: Lies) -> int:
-    size = 1
-    for n in lies.shape if _is_dense(lies) else _narrowed(lies):
-        size *= n
-    return 0 if 0 in lies.shape else size * (lies.dtype.itemsize // _carrier(lies.dtype).itemsize)
-
-
-def _carrier(dtype: torch.dtype) -> torch.dtype:
-    """What backends send in the place of a dtype that they do not know."""
-    if dtype in dtypes.CARRIED:
-        return dtypes.CARRIED[dtype]
-    return torch.uint8 if dtype.itemsize == 1 else dtype

@@ -115,6 +115,16 @@ def group_timeout(group: Any = None) -> float:
         return _c10d.default_pg_timeout.total_seconds()
 
 
+def sent(group: Any, x: torch.Tensor, target: int) -> Any:
+    """Begin to send a value to a rank of a group, by its number there: `dist.isend` without a look at what it is given."""
+    return group.send([x], target, 0)
+
+
+def received(group: Any, x: torch.Tensor, source: int) -> Any:
+    """Begin to receive a value from a rank of a group, by its number there, as `sent` sends it."""
+    return group.recv([x], source, 0)
+
+
 def set_group_timeout(group: Any, timeout: Any) -> bool:
     """Let the collectives of a process group take so long; False where its backend does not take that."""
     try:

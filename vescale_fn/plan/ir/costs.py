@@ -16,6 +16,7 @@ from torch import fx
 
 from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective, group_size
+from ...hardware import Hardware, cpu, h100
 from . import graph as plan
 from . import host_copies
 from .collective_nodes import given
@@ -44,13 +45,14 @@ class Rates:
     call: float
     collective: float
 
+    @staticmethod
+    def of(one: Hardware, dtype: str) -> Rates:
+        """Those of some hardware for products of a dtype; of its innermost link the protocol for many bytes."""
+        way = one.links[0].protocols[-1]
+        return Rates(one.rate(dtype), one.bytes, one.draws, way.bytes, one.host, one.launch, way.start)
 
-RATES = {
-    # one core of a server's processor, and processes on one machine
-    "cpu": Rates(flops=5e10, bytes=1e10, draws=1.5e9, link=1e9, host=1e10, call=2e-6, collective=1e-4),
-    # an H100 in bfloat16; NVLink; PCIe
-    "cuda": Rates(flops=7e14, bytes=2.5e12, draws=5e11, link=2e11, host=4.5e10, call=5e-6, collective=2e-5),
-}
+
+RATES = {"cpu": Rates.of(cpu(), "float32"), "cuda": Rates.of(h100(), "bfloat16")}
 
 
 def rates(graph: fx.Graph) -> Rates:
