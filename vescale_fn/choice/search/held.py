@@ -1,0 +1,134 @@
+"""The memory that a rank needs by the choices: at each moment what is held for later calls, by how it lies.
+
+Arguments are held all the time, and a result that replaces one lies where it lay. What a call gives is held until the last call
+that reads it; what a move gives, from the first to the last call of one part of the step that reads it. A gradient is held as
+the update wants it, where that is smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .moves import ways
+from .options import Layout
+from .program import Group, Program
+
+
+@dataclass(eq=False)
+class Held:
+    """What is held at each moment, a moment for each call.
+
+    Attributes:
+        values: of (site, result) how many of its values there are at each moment.
+        copies: of groups, by number, how many values that a move has made.
+    """
+
+    program: Program
+    values: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[Any, Any])
+    copies: dict[int, np.ndarray] = field(default_factory=dict[Any, Any])
+
+    def bytes(self, site: int, part: int, layout: Layout) -> float:
+        """The bytes of a value on a rank."""
+        of = self.program.sites[site]
+        dims = of.outs[part]
+        assert dims is not None and of.of is not None
+        size = of.of.outs[part].element_size()  # type: ignore[union-attr]
+        return float(np.prod(dims.sizes, dtype=float)) * size / ways(layout, self.program.moves.axes)
+
+    def by_moment(self, chosen: Sequence[int]) -> np.ndarray:
+        """The bytes at each moment, with these options."""
+        total: Any = 0.0
+        for (site, part), live in self.values.items():
+            total = total + live * self._size(site, part, chosen)
+        for n, live in self.copies.items():
+            group = self.program.groups[n]
+            before = self._made(group.site, group.part, chosen)
+            for after in self.wanted(group, chosen):
+                if self.is_sent(group, before, after):
+                    total = total + live * self.bytes(group.site, group.part, after)
+        return total
+
+    def row(self, moment: int) -> tuple[dict[tuple[int, int], float], dict[tuple[int, Layout, Layout], float]]:
+        """What options, by site and number, and moves of groups hold at a moment."""
+        options, moves = dict[tuple[int, int], float](), dict[tuple[int, Layout, Layout], float]()
+        for (site, part), live in self.values.items():
+            if live[moment]:
+                early = self.early.get((site, part))
+                for k, option in enumerate(self.program.sites[site].options):
+                    if early is None:
+                        size = live[moment] * self.bytes(site, part, option.outs[part])
+                        options[site, k] = options.get((site, k), 0.0) + size
+                if early is not None:
+                    for before, after in self.pairs(self.program.groups[early]):
+                        size = min(self.bytes(site, part, before), self.bytes(site, part, after))
+                        moves[early, before, after] = moves.get((early, before, after), 0.0) + live[moment] * size
+        for n, live in self.copies.items():
+            group = self.program.groups[n]
+            if live[moment]:
+                for before, after in self.pairs(group):
+                    if self.is_sent(group, before, after):
+                        size = live[moment] * self.bytes(group.site, group.part, after)
+                        moves[n, before, after] = moves.get((n, before, after), 0.0) + size
+        return options, moves
+
+    def pairs(self, group: Group) -> Iterator[tuple[Layout, Layout]]:
+        """All moves of a group that may be."""
+        program = self.program
+        befores = dict.fromkeys(option.outs[group.part] for option in program.sites[group.site].options)
+        afters = dict.fromkeys(
+            found
+            for edge in group.edges
+            for k in range(len(program.sites[edge.site].options))
+            if (found := program.target(edge, k)) is not None
+        )
+        return ((a, b) for a in befores for b in afters)
+
+    def wanted(self, group: Group, chosen: Sequence[int]) -> list[Layout]:
+        """How those who read a group want it."""
+        found = (self.program.target(edge, chosen[edge.site]) for edge in group.edges)
+        return [*dict.fromkeys(x for x in found if x is not None)]
+
+    def is_sent(self, group: Group, before: Layout, after: Layout) -> bool:
+        """Whether a move makes a value: a rank's part of one is a view of it."""
+        return self.program.price(group, before, after) > 0
+
+    @cached_property
+    def early(self) -> Mapping[tuple[int, int], int]:
+        """Of values that move as soon as they are made, the group."""
+        groups = enumerate(self.program.groups)
+        return {(g.site, g.part): n for n, g in groups if g.is_gradient and len(g.edges) == 1}
+
+    def _made(self, site: int, part: int, chosen: Sequence[int]) -> Layout:
+        return self.program.sites[site].options[chosen[site]].outs[part]
+
+    def _size(self, site: int, part: int, chosen: Sequence[int]) -> float:
+        found = [self._made(site, part, chosen)]
+        if (early := self.early.get((site, part))) is not None:
+            found += self.wanted(self.program.groups[early], chosen)
+        return min(self.bytes(site, part, x) for x in found)
+
+
+def held(program: Program) -> Held:
+    """What is held by the choices of a program."""
+    found = Held(program)
+    for key, spans in program.spans.items():
+        found.values[key] = _live(spans, program.length)
+    for n, group in enumerate(program.groups):
+        if spans := program.uses.get((group.site, group.part, group.late)):
+            if (group.site, group.part) not in found.early:
+                found.copies[n] = _live(spans, program.length)
+    return found
+
+
+def _live(spans: Sequence[tuple[int, int]], length: int) -> np.ndarray:
+    """How many spans contain each moment."""
+    change = np.zeros(length + 1)
+    for start, stop in spans:
+        change[start] += 1
+        change[stop + 1] -= 1
+    return np.cumsum(change)[:-1]

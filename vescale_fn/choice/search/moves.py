@@ -1,0 +1,79 @@
+"""What it takes to bring a value from one layout to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..._core.arrays import reshard_plan
+from ..._core.sharding.merged_dim import merge
+from ..._core.sharding.spec import P, from_split_axes
+from .options import PARTIAL, Layout
+
+
+class Move(NamedTuple):
+    """The collectives of a move.
+
+    Attributes:
+        seconds: of all.
+        steps: of each its kind, its axes and the bytes that a rank gives to it.
+    """
+
+    seconds: float
+    steps: tuple[tuple[str, tuple[str, ...], float], ...]
+
+
+class Moves:
+    """The moves of values on a mesh, remembered.
+
+    Args:
+        axes: of the mesh, with their sizes.
+        hardware: what its links do.
+    """
+
+    def __init__(self, axes: Mapping[str, int], hardware: Any) -> None:
+        self.axes, self.hardware = dict(axes), hardware
+        self._items = tuple(self.axes.items())
+        self._found: dict[Any, Move] = {}
+
+    def __call__(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Move:
+        """The move of a value whose atoms have these sizes."""
+        if before == after:
+            return Move(0.0, ())
+        key = sizes, itemsize, before, after
+        if key not in self._found:
+            self._found[key] = self._made(sizes, itemsize, before, after)
+        return self._found[key]
+
+    def _made(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Move:
+        names = tuple(self.axes)
+        if all(a == b or a == -1 for a, b in zip(before, after)):
+            return Move(0.0, ())  # each rank keeps its part
+        steps = reshard_plan.plan(sizes, self._items, spec(sizes, before, names), spec(sizes, after, names))
+        found, total = list[tuple[str, tuple[str, ...], float]](), math.prod(sizes) * itemsize
+        for step in steps:
+            if step.kind not in reshard_plan.LOCAL_KINDS:
+                split = math.prod(self.axes[a] for row in step.before for a in row)
+                found.append((step.kind, step.axes, total / split))
+        return Move(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found), tuple(found))
+
+
+def spec(sizes: Sequence[int], layout: Layout, names: Sequence[str]) -> P:
+    """The layout of a value each of whose atoms is a dim."""
+    rows = [tuple(a for a, x in zip(names, layout) if x == k) for k in range(len(sizes))]
+    return from_split_axes(rows, frozenset(a for a, x in zip(names, layout) if x == PARTIAL))
+
+
+def spec_of_dims(
+    sizes: Sequence[int], dims: Sequence[Sequence[int]], layout: Layout, axes: Mapping[str, int]
+) -> P:
+    """The layout of a value whose dims are of these atoms."""
+    of = lambda k: tuple(a for a, x in zip(axes, layout) if x == k)
+    rows = [merge([(sizes[k], of(k)) for k in dim], axes) if dim else () for dim in dims]
+    return from_split_axes(rows, frozenset(a for a, x in zip(axes, layout) if x == PARTIAL))
+
+
+def ways(layout: Layout, axes: Mapping[str, int]) -> int:
+    """In how many parts a value lies."""
+    return math.prod(n for n, x in zip(axes.values(), layout) if x >= 0)

@@ -1,0 +1,169 @@
+"""The choices of a call: which axis splits which label, or adds up what."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .atoms import Atoms
+from .described import Described, parts, rows
+
+# How a value lies, for each axis of the mesh: the number of the atom that it splits, none, or partial sums along it.
+Layout = tuple[int, ...]
+NONE, PARTIAL = -1, -2
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to carry a call out.
+
+    Attributes:
+        ins: how each operand lies; None where it does not matter.
+        outs: how each result lies.
+        seconds: what it takes.
+        ways: what each axis splits, or None; for what is left of the work.
+    """
+
+    ins: tuple[Layout | None, ...]
+    outs: tuple[Layout, ...]
+    seconds: float = 0.0
+    split: tuple[str, ...] = ()
+    folds: tuple[tuple[int, tuple[str, ...]], ...] = field(default=())  # results that are put together at once, over which axes
+
+
+class Dims:
+    """The dims of an operand or a result as atoms, those of size 1 left out.
+
+    Attributes:
+        sizes: of all atoms, one after the other.
+        dims: of each dim the numbers of its atoms.
+        labels: of each atom its label; None where it must be whole.
+    """
+
+    def __init__(self, atoms: list[tuple[int, ...]], labels: list[list[Any]]) -> None:
+        self.sizes: tuple[int, ...] = ()
+        self.dims: list[tuple[int, ...]] = []
+        self.labels: list[Any] = []
+        for sizes, names in zip(atoms, labels, strict=True):
+            kept = [(n, name) for n, name in zip(sizes, names, strict=True) if n > 1]
+            start = len(self.sizes)
+            self.sizes += tuple(n for n, _ in kept)
+            self.labels += [name for _, name in kept]
+            self.dims.append(tuple(range(start, len(self.sizes))))
+
+
+def dims_of(n: int, site: Described, atoms: Atoms) -> tuple[list[Dims], list[Dims | None]]:
+    """The dims of the operands and results of a class."""
+    sizes: dict[Any, set[int]] = {}
+    for _, _, row, shape in rows(site):
+        for label, size in zip(row, shape, strict=True):
+            for _, m, inner in parts(label, size):
+                sizes.setdefault(inner, set()).add(m)
+    where = {(side, i): row for side, i, row, _ in rows(site)}
+    blocks = site.rule.blocks if site.rule is not None else ()
+
+    def named(slot: Any, shape: tuple[int, ...]) -> Dims:
+        found = atoms.of((n, *slot), len(shape))
+        row = where.get(slot, (None,) * len(shape))
+        names = [_labels(label, size, mine, sizes, blocks) for label, size, mine in zip(row, shape, found)]
+        return Dims(found, names)
+
+    ins = [named(("in", i), shape) for i, shape in enumerate(site.shapes)]
+    outs = [None if o is None else named(("out", i), tuple(o.shape)) for i, o in enumerate(site.outs)]
+    return ins, outs
+
+
+def _labels(label: Any, size: int, atoms: tuple[int, ...], sizes: Mapping[Any, set[int]], blocks: Any) -> list[Any]:
+    """The labels of the atoms of a dim."""
+    found, at = list[Any](), 1
+    pieces = iter(parts(label, size))
+    start, n, inner = next(pieces)
+    k = 0
+    for atom in atoms:
+        while at >= start * n and (following := next(pieces, None)) is not None:
+            (start, n, inner), k = following, 0
+        inside = at >= start and at * atom <= start * n
+        # of a label with dims of several sizes, or of which a call has a range, the outermost part alone may be split
+        alone = len(sizes.get(inner, ())) > 1 or inner in blocks
+        found.append((inner, k) if inner is not None and inside and not (alone and k) else None)
+        at, k = at * atom, k + 1
+    return found
+
+
+def options(
+    n: int, site: Described, atoms: Atoms, axes: Mapping[str, int], partial: bool = True
+) -> tuple[list[Option], list[Dims], list[Dims | None]]:
+    """The ways to carry out a class of calls; without what they take.
+
+    Args:
+        partial: whether calls that are linear may be made of partial sums.
+    """
+    ins, outs = dims_of(n, site, atoms)
+    if site.is_input:
+        (out,) = outs
+        sizes = out.sizes if out is not None else ()
+        return [Option((), (x,)) for x in layouts(sizes, axes)], ins, outs
+    whole = (NONE,) * len(axes)
+    if site.rule is None:
+        return [Option((whole,) * len(ins), (whole,) * len(outs))], ins, outs
+    rule, found = site.rule, dict[Any, Option]()
+    sizes: dict[Any, list[int]] = {}
+    for one in (*ins, *outs):
+        for label, size in zip(one.labels, one.sizes) if one is not None else ():
+            if label is not None:
+                sizes.setdefault(label, []).append(size)
+    for one in (*ins, *outs):  # what stands twice in one tensor
+        for label in {x for x in one.labels if x is not None and one.labels.count(x) > 1} if one is not None else ():
+            sizes.pop(label, None)
+    choices = [None, *sizes, *(["partial"] if rule.linear and partial else [])]
+    for chosen in itertools.product(choices, repeat=len(axes)):
+        if all(_divides(label, sizes.get(label, ()), chosen, axes) for label in chosen):
+            option = _option(site, ins, outs, chosen, tuple(axes))
+            found.setdefault((option.ins, option.outs, option.folds), option)
+    return list(found.values()), ins, outs
+
+
+def layouts(sizes: Sequence[int], axes: Mapping[str, int]) -> list[Layout]:
+    """All ways in which a value of these atoms may lie, sums apart."""
+    fits = lambda found, k: sizes[k] % math.prod(n for n, x in zip(axes.values(), found) if x == k) == 0
+    every = itertools.product([NONE, *range(len(sizes))], repeat=len(axes))
+    return [found for found in every if all(fits(found, k) for k in found if k >= 0)]
+
+
+def _divides(label: Any, sizes: Sequence[int], chosen: tuple[Any, ...], axes: Mapping[str, int]) -> bool:
+    ways = math.prod(n for n, x in zip(axes.values(), chosen) if x == label)
+    return label is None or label == "partial" or all(size % ways == 0 for size in sizes)
+
+
+def _option(
+    site: Described, ins: list[Dims], outs: list[Dims | None], chosen: tuple[Any, ...], axes: tuple[str, ...]
+) -> Option:
+    rule = site.rule
+    assert rule is not None
+    summed = lambda label: label is not None and label != "partial" and label[0] in rule.sums
+
+    def lying(one: Dims, other: Any) -> Layout:
+        return tuple(one.labels.index(x) if x is not None and x in one.labels else other(x) for x in chosen)
+
+    made, folds = list[Layout](), list[tuple[int, tuple[str, ...]]]()
+    for i, one in enumerate(outs):
+        if one is None:
+            made.append((NONE,) * len(axes))
+            continue
+        gone = tuple(a for a, x in zip(axes, chosen) if summed(x) and x not in one.labels)
+        add = rule.fold == "sum"
+        made.append(lying(one, lambda x, add=add: PARTIAL if x == "partial" or (add and summed(x)) else NONE))
+        if gone and not add:
+            folds.append((i, gone))
+    first = outs[0]
+    given = list[Layout | None]()
+    for i, one in enumerate(ins):
+        linear, joins = i in rule.linear, i in rule.joins
+        missing = lambda x, joins=joins: joins and summed(x) and first is not None and x not in first.labels
+        lies = lying(one, lambda x, linear=linear, miss=missing: PARTIAL if (x == "partial" and linear) or miss(x) else NONE)
+        given.append(None if i in rule.shape_only else lies)
+    split = tuple(a for a, x in zip(axes, chosen) if x is not None and x != "partial")
+    return Option(tuple(given), tuple(made), split=split, folds=tuple(folds))
