@@ -1,7 +1,7 @@
 """Dims as atoms: the parts that are split as a whole.
 
-A dim of 4,096 that is seen as 32 heads of 128 somewhere is two atoms, 32 and 128, everywhere. Views then move no atom: they only
-say which atoms make up a dim. Where dims are cut is found from the rules, from call to call in both directions.
+A dim of 4,096 that is seen as 32 heads of 128 somewhere is two atoms, 32 and 128, everywhere. Views then move no atom:
+they only say which atoms make up a dim. Where dims are cut is found from the rules, from call to call in both directions.
 """
 
 from __future__ import annotations

@@ -77,12 +77,5 @@ def classes(sites: Sequence[Described], names: Sequence[str]) -> list[int]:
 
 def _own(x: Described, kind: Any) -> Any:
     """What a call computes, but for its operands."""
-    args = fx.map_arg((x.node.args, dict(x.node.kwargs)), lambda _: _Operand)
+    args = fx.map_arg((x.node.args, dict(x.node.kwargs)), lambda _: "%")
     return str(x.node.target), repr(args), kind
-
-
-class _Operand:
-    """Stands for an operand among arguments."""
-
-    def __repr__(self) -> str:
-        return "%"

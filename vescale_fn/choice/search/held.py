@@ -20,7 +20,7 @@ from .program import Group, Program
 
 
 @dataclass(eq=False)
-class Held:
+class HeldBytes:
     """What is held at each moment, a moment for each call.
 
     Attributes:
@@ -36,7 +36,8 @@ class Held:
         """The bytes of a value on a rank."""
         of = self.program.sites[site]
         dims = of.outs[part]
-        assert dims is not None and of.of is not None
+        assert dims is not None
+        assert of.of is not None
         size = of.of.outs[part].element_size()  # type: ignore[union-attr]
         return float(np.prod(dims.sizes, dtype=float)) * size / ways(layout, self.program.moves.axes)
 
@@ -113,9 +114,9 @@ class Held:
         return min(self.bytes(site, part, x) for x in found)
 
 
-def held(program: Program) -> Held:
+def held(program: Program) -> HeldBytes:
     """What is held by the choices of a program."""
-    found = Held(program)
+    found = HeldBytes(program)
     for key, spans in program.spans.items():
         found.values[key] = _live(spans, program.length)
     for n, group in enumerate(program.groups):

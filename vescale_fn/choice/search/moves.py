@@ -12,7 +12,7 @@ from ..._core.sharding.spec import P, from_split_axes
 from .options import PARTIAL, Layout
 
 
-class Move(NamedTuple):
+class Sent(NamedTuple):
     """The collectives of a move.
 
     Attributes:
@@ -35,28 +35,28 @@ class Moves:
     def __init__(self, axes: Mapping[str, int], hardware: Any) -> None:
         self.axes, self.hardware = dict(axes), hardware
         self._items = tuple(self.axes.items())
-        self._found: dict[Any, Move] = {}
+        self._found: dict[Any, Sent] = {}
 
-    def __call__(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Move:
+    def __call__(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Sent:
         """The move of a value whose atoms have these sizes."""
         if before == after:
-            return Move(0.0, ())
+            return Sent(0.0, ())
         key = sizes, itemsize, before, after
         if key not in self._found:
             self._found[key] = self._made(sizes, itemsize, before, after)
         return self._found[key]
 
-    def _made(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Move:
+    def _made(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Sent:
         names = tuple(self.axes)
         if all(a == b or a == -1 for a, b in zip(before, after)):
-            return Move(0.0, ())  # each rank keeps its part
+            return Sent(0.0, ())  # each rank keeps its part
         steps = reshard_plan.plan(sizes, self._items, spec(sizes, before, names), spec(sizes, after, names))
         found, total = list[tuple[str, tuple[str, ...], float]](), math.prod(sizes) * itemsize
         for step in steps:
             if step.kind not in reshard_plan.LOCAL_KINDS:
                 split = math.prod(self.axes[a] for row in step.before for a in row)
                 found.append((step.kind, step.axes, total / split))
-        return Move(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found), tuple(found))
+        return Sent(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found), tuple(found))
 
 
 def spec(sizes: Sequence[int], layout: Layout, names: Sequence[str]) -> P:
@@ -65,9 +65,7 @@ def spec(sizes: Sequence[int], layout: Layout, names: Sequence[str]) -> P:
     return from_split_axes(rows, frozenset(a for a, x in zip(names, layout) if x == PARTIAL))
 
 
-def spec_of_dims(
-    sizes: Sequence[int], dims: Sequence[Sequence[int]], layout: Layout, axes: Mapping[str, int]
-) -> P:
+def spec_of_dims(sizes: Sequence[int], dims: Sequence[Sequence[int]], layout: Layout, axes: Mapping[str, int]) -> P:
     """The layout of a value whose dims are of these atoms."""
     of = lambda k: tuple(a for a, x in zip(axes, layout) if x == k)
     rows = [merge([(sizes[k], of(k)) for k in dim], axes) if dim else () for dim in dims]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .atoms import Atoms
@@ -24,14 +24,15 @@ class Option:
         ins: how each operand lies; None where it does not matter.
         outs: how each result lies.
         seconds: what it takes.
-        ways: what each axis splits, or None; for what is left of the work.
+        split: the axes that share the work.
+        folds: of results that are put together at once, by number, over which axes.
     """
 
     ins: tuple[Layout | None, ...]
     outs: tuple[Layout, ...]
     seconds: float = 0.0
     split: tuple[str, ...] = ()
-    folds: tuple[tuple[int, tuple[str, ...]], ...] = field(default=())  # results that are put together at once, over which axes
+    folds: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
 
 class Dims:
@@ -104,8 +105,7 @@ def options(
     ins, outs = dims_of(n, site, atoms)
     if site.is_input:
         (out,) = outs
-        sizes = out.sizes if out is not None else ()
-        return [Option((), (x,)) for x in layouts(sizes, axes)], ins, outs
+        return [Option((), (x,)) for x in layouts(out.sizes if out is not None else (), axes)], ins, outs
     whole = (NONE,) * len(axes)
     if site.rule is None:
         return [Option((whole,) * len(ins), (whole,) * len(outs))], ins, outs
@@ -141,29 +141,29 @@ def _divides(label: Any, sizes: Sequence[int], chosen: tuple[Any, ...], axes: Ma
 def _option(
     site: Described, ins: list[Dims], outs: list[Dims | None], chosen: tuple[Any, ...], axes: tuple[str, ...]
 ) -> Option:
-    rule = site.rule
+    """The way in which each axis splits what was chosen for it: a label, nothing, or nothing of what is a partial sum."""
+    rule, first = site.rule, outs[0]
     assert rule is not None
-    summed = lambda label: label is not None and label != "partial" and label[0] in rule.sums
-
-    def lying(one: Dims, other: Any) -> Layout:
-        return tuple(one.labels.index(x) if x is not None and x in one.labels else other(x) for x in chosen)
-
-    made, folds = list[Layout](), list[tuple[int, tuple[str, ...]]]()
-    for i, one in enumerate(outs):
-        if one is None:
-            made.append((NONE,) * len(axes))
-            continue
-        gone = tuple(a for a, x in zip(axes, chosen) if summed(x) and x not in one.labels)
-        add = rule.fold == "sum"
-        made.append(lying(one, lambda x, add=add: PARTIAL if x == "partial" or (add and summed(x)) else NONE))
-        if gone and not add:
-            folds.append((i, gone))
-    first = outs[0]
+    summed = {x for x in chosen if x is not None and x != "partial" and x[0] in rule.sums}
+    whole = (NONE,) * len(axes)
+    gone = [summed.difference(one.labels) if one is not None else set[Any]() for one in outs]
+    adds = rule.fold == "sum"
+    made = [
+        whole if one is None else _lying(one, chosen, {"partial", *(missing if adds else ())})
+        for one, missing in zip(outs, gone)
+    ]
     given = list[Layout | None]()
     for i, one in enumerate(ins):
-        linear, joins = i in rule.linear, i in rule.joins
-        missing = lambda x, joins=joins: joins and summed(x) and first is not None and x not in first.labels
-        lies = lying(one, lambda x, linear=linear, miss=missing: PARTIAL if (x == "partial" and linear) or miss(x) else NONE)
-        given.append(None if i in rule.shape_only else lies)
+        partial = {"partial"} if i in rule.linear else set[Any]()
+        if i in rule.joins and first is not None:
+            partial |= gone[0]
+        given.append(None if i in rule.shape_only else _lying(one, chosen, partial))
+    folds = [(i, tuple(a for a, x in zip(axes, chosen) if x in missing)) for i, missing in enumerate(gone) if missing]
     split = tuple(a for a, x in zip(axes, chosen) if x is not None and x != "partial")
-    return Option(tuple(given), tuple(made), split=split, folds=tuple(folds))
+    return Option(tuple(given), tuple(made), split=split, folds=() if adds else tuple(folds))
+
+
+def _lying(one: Dims, chosen: tuple[Any, ...], partial: Any) -> Layout:
+    """How a tensor lies, of whose dims each axis splits the one with the label that was chosen for it."""
+    found = {label: k for k, label in enumerate(one.labels) if label is not None}
+    return tuple(found.get(x, PARTIAL if x is not None and x in partial else NONE) for x in chosen)

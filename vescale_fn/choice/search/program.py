@@ -23,7 +23,7 @@ RESULT = -1  # the operand of an input that a result replaces: it lies as the in
 
 
 @dataclass(eq=False)
-class Site:
+class Chooser:
     """Calls, inputs or a result that choose together.
 
     Attributes:
@@ -104,7 +104,7 @@ class Program:
         result_sites: of other results the number of the site.
     """
 
-    sites: list[Site]
+    sites: list[Chooser]
     groups: list[Group]
     moves: Moves
     members: Mapping[Any, int]
@@ -140,7 +140,11 @@ class Program:
 
 
 def program(
-    recording: Any, axes: Mapping[str, int], hardware: Any, ties: Mapping[int, int], fixed: Mapping[int, Any] | None = None
+    recording: Any,
+    axes: Mapping[str, int],
+    hardware: Any,
+    ties: Mapping[int, int],
+    fixed: Mapping[int, Any] | None = None,
 ) -> Program:
     """The program of a recorded step.
 
@@ -185,14 +189,14 @@ class _Made:
         counts = Counter(self.colour.values())
         self.through: dict[int, tuple[int, ...]] = {}
         self.dims = {n: dims_of(n, rep, self.atoms) for n, rep in enumerate(self.reps)}
-        self.sites, self.number = list[Site](), dict[int, int]()
+        self.sites, self.number = list[Chooser](), dict[int, int]()
         for n, rep in enumerate(self.reps):
             if rep.only_renames and (found := self._renamed(n, rep)) is not None:
                 self.through[n] = found
                 continue
             choices, ins, outs = options(n, rep, self.atoms, self.axes)
             self.number[n] = len(self.sites)
-            site = Site(len(self.sites), rep, counts[n], choices, ins, outs)
+            site = Chooser(len(self.sites), rep, counts[n], choices, ins, outs)
             site.options = [replace(x, seconds=self._seconds(site, x)) for x in choices]
             self.sites.append(site)
 
@@ -249,8 +253,19 @@ class _Made:
         self.groups = list(groups.values())
         members = {node: self.number[n] for node, n in self.colour.items() if n not in self.through}
         self.program = Program(
-            self.sites, self.groups, Moves(self.axes, self.hardware), members, len(self.calls), spans, uses,
-            self.calls, self.colour, self.dims, self.through, ties, self.result_sites,
+            self.sites,
+            self.groups,
+            Moves(self.axes, self.hardware),
+            members,
+            len(self.calls),
+            spans,
+            uses,
+            self.calls,
+            self.colour,
+            self.dims,
+            self.through,
+            ties,
+            self.result_sites,
         )
 
     def _count(self, counts: Counter[Any], to: tuple[int, int], y: Any, part: int, when: int) -> None:
@@ -264,7 +279,7 @@ class _Made:
         counts[u, part, late, Edge(*to, tuple(range(len(dims.sizes))) if atoms is None else atoms)] += 1
 
     def _turn(self, recording: Any, ties: Mapping[int, int]) -> int:
-        """Where the backward pass begins: behind the loss, the first number that is computed of the results that replace no input."""
+        """Where the backward pass begins: behind the loss, the first number of the results that replace no input."""
         numbers = [made for r, made in enumerate(recording.results) if made is not None and r not in ties]
         is_loss = lambda x: isinstance(x, torch.Tensor) and not x.ndim and x.is_floating_point()
         roots = [source(x)[0] for x in numbers if is_loss(plan.value(x))]
@@ -298,11 +313,11 @@ class _Made:
         dims = self.sites[self.number[self.colour[node]]].outs[part]
         assert dims is not None
         sizes = dims.sizes if atoms is None else tuple(dims.sizes[k] for k in atoms)
-        site = Site(len(self.sites), None, 1, [Option((x,), ()) for x in layouts(sizes, self.axes)])
+        site = Chooser(len(self.sites), None, 1, [Option((x,), ()) for x in layouts(sizes, self.axes)])
         self.sites.append(site)
         return site.number
 
-    def _seconds(self, site: Site, option: Option) -> float:
+    def _seconds(self, site: Chooser, option: Option) -> float:
         it = site.of
         assert it is not None
         sizes = [x.element_size() if x is not None else 0 for x in it.outs]
@@ -328,8 +343,8 @@ class _Made:
         return seconds
 
     def _credits(self, recording: Any, ties: Mapping[int, int]) -> None:
-        """Parameters are gathered while another layer computes or is updated, and gradients are added up so: each may hide behind
-        its share of a third of the computation, by its bytes."""
+        """Parameters are gathered while another layer computes or is updated, and gradients are added up so: each may hide
+        behind its share of a third of the computation, by its bytes."""
         tied = {self.number[self.colour[recording.placeholders[p]]] for p in ties.values()}
         whole = sum(site.count * min(x.seconds for x in site.options) for site in self.sites)
         bytes_of = lambda site: math.prod(site.outs[0].sizes) * site.of.outs[0].element_size()

@@ -14,7 +14,7 @@ from ..._core.base.messages import report
 from ...plan.ir.memory_use import bytes_text
 from ..layouts import CallLayout, Layouts
 from .described import source
-from .held import Held, held
+from .held import HeldBytes, held
 from .moves import spec_of_dims
 from .program import Program, program
 from .solver import Choices
@@ -24,7 +24,7 @@ _OTHER = 0.01  # of the bytes of the arguments: what the next best layouts place
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLayouts:
     """Layouts with what they take, by prediction.
 
     Attributes:
@@ -51,7 +51,7 @@ def search(
     candidates: int = 6,
     ties: Mapping[int, int] | None = None,
     seconds: float = 60.0,
-) -> list[Found]:
+) -> list[FoundLayouts]:
     """The best layouts of a step, by prediction, the best first.
 
     Args:
@@ -94,7 +94,7 @@ def best(
 
 
 def _fitting(
-    choices: Choices, holds: Held, memory: float | None, seconds: float
+    choices: Choices, holds: HeldBytes, memory: float | None, seconds: float
 ) -> tuple[list[int], float, float, bool] | None:
     """The best choices that fit: where too much is held at a moment, that moment is bounded, and all is solved again."""
     for _ in range(_ROUNDS):
@@ -119,7 +119,7 @@ def _large_inputs(made: Program) -> list[int]:
     return [n for n, size in sizes.items() if size >= _OTHER * sum(sizes.values())]
 
 
-def _does_not_fit(made: Program, holds: Held, memory: float, seconds: float) -> tuple[str, list[str], str]:
+def _does_not_fit(made: Program, holds: HeldBytes, memory: float, seconds: float) -> tuple[str, list[str], str]:
     """By how much the least that is held exceeds the memory."""
     least = Choices(made)
     least.cost = [0.0] * len(least.cost)
@@ -146,7 +146,9 @@ def _does_not_fit(made: Program, holds: Held, memory: float, seconds: float) -> 
 
 def replaced(recording: Any) -> dict[int, int]:
     """Of results the inputs that they replace: those of the same shapes and dtypes, in the same order."""
-    kinds = [(tuple(x.meta["val"].shape), x.meta["val"].dtype) if _is_tensor(x) else None for x in recording.placeholders]
+    kinds = [
+        (tuple(x.meta["val"].shape), x.meta["val"].dtype) if _is_tensor(x) else None for x in recording.placeholders
+    ]
     found, at = dict[int, int](), 0
     for r, made in enumerate(recording.results):
         if made is None or not _is_tensor(made) or not made.meta["val"].ndim:
@@ -164,9 +166,9 @@ def _is_tensor(node: Any) -> bool:
 
 def _found(
     recording: Any, made: Program, chosen: Sequence[int], seconds: float, peak: float, relaxed: bool
-) -> Found:
+) -> FoundLayouts:
     compute = sum(site.count * site.options[k].seconds for site, k in zip(made.sites, chosen))
-    return Found(layouts_of(recording, made, chosen), seconds, compute, peak, relaxed)
+    return FoundLayouts(layouts_of(recording, made, chosen), seconds, compute, peak, relaxed)
 
 
 def layouts_of(recording: Any, made: Program, chosen: Sequence[int]) -> Layouts:
