@@ -130,14 +130,14 @@ class Plan:
             if whole:  # which look into every call
                 improve = _without_calls(improve)
             if self._ranks is not None:
-                note_holders(graph, self._ranks.places)
+                note_holders(graph, self._ranks.places, self._ranks.count)
             if isinstance(improve, Budget):
                 graph, ours = improve(graph, rest[i + 1 :]), set()
             else:
                 graph = everywhere(improve, graph, ours)
             seen(graph)
         taken_back(graph)
-        self._improved = graph if self._ranks is None else note_holders(graph, self._ranks.places)
+        self._improved = graph if self._ranks is None else note_holders(graph, self._ranks.places, self._ranks.count)
 
     def _until_settled(self, passes: Sequence[Pass]) -> Sequence[Pass]:
         """The passes that ranks agree on; what comes after what is elsewhere is taken out waits for `settle`."""
@@ -160,11 +160,11 @@ class Plan:
             graph = inlined(ranks.graph)
             for improve in first:
                 if improve is buckets:  # behind which it is not to be seen
-                    note_holders(graph, ranks.places)
+                    note_holders(graph, ranks.places, ranks.count)
                 graph = everywhere(_without_calls(improve), graph)
             graph = graph if kept in first else inlined(graph)
             if changed(graph):  # whether ranks can write there
-                note_holders(graph, ranks.places)
+                note_holders(graph, ranks.places, ranks.count)
             return ranks, graph, passes[len(first) :]
         except RanksDiffer:
             return None, copied(self.recorded.of_all_ranks), passes

@@ -93,7 +93,7 @@ def _of_one_rank(leaf: Any) -> Any:
 
 def _results(recorded: Recorded, ranks: RanksAsOne) -> list[Any]:
     """How one rank puts its results together."""
-    nodes: Any = output(note_holders(copied(ranks.graph), ranks.places)).args[0]
+    nodes: Any = output(note_holders(copied(ranks.graph), ranks.places, ranks.count)).args[0]
     found = list[Any]()
     for made in recorded.results:
         if not isinstance(made, Result):
@@ -154,7 +154,7 @@ def _closed(places: list[list[int]], rows: Iterable[Sequence[torch.Tensor]]) -> 
 def _as_one(one: OfRank, graph: fx.Graph, places: list[list[int]], n: int) -> Recorded:
     """Of ranks that all do the same. What a rank writes over is its own; where others hold the same, it gets a copy first."""
     closed = _closed(places, [*one.constants, *_as_inputs(graph)])
-    _give_own(graph, places)
+    _give_own(graph, places, n)
     inputs = {i: node for node, at in zip(ends(graph)[0], places, strict=True) for i in at}
     outs, made, results = ends(graph)[1], list[Any](), list[tuple[int, int, Any]]()
     for each in one.recorded.results:
@@ -236,11 +236,11 @@ def _as_inputs(graph: fx.Graph) -> list[Sequence[torch.Tensor]]:
     return found
 
 
-def _give_own(graph: fx.Graph, places: Sequence[Sequence[int]]) -> None:
+def _give_own(graph: fx.Graph, places: Sequence[Sequence[int]], count: int) -> None:
     """Copy what a plan writes over, where it is memory that other ranks hold, too."""
     while True:
         try:
-            note_holders(graph, places)
+            note_holders(graph, places, count)
             break
         except RanksDiffer as why:
             for node in why.args:
@@ -250,7 +250,7 @@ def _give_own(graph: fx.Graph, places: Sequence[Sequence[int]]) -> None:
     for node in collectives(graph):
         if viewed(node) and not hot.isdisjoint(lie[node]):  # on one rank it has arrived, here it is the sender's
             _copy(graph, node)
-    note_holders(graph, places)
+    note_holders(graph, places, count)
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> None:

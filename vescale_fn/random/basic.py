@@ -16,7 +16,7 @@ from . import shared_keys
 from .generators import elementwise_draws
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, number, probability
-from .sharded import Draw, drawn
+from .sharded import Draw, at_place, drawn
 from .streams import pieces
 
 
@@ -177,7 +177,7 @@ def bernoulli(
         unit = drawn("random.bernoulli", key, Draw("uniform", shape, dtype, (0.0, 1.0)), spec, mesh)
         (p,) = fitting("random.bernoulli", unit, p=p)
         return unit < p
-    pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
+    pair, (spec, mesh) = Draw("uniform", (2, *shape), dtype, (0.0, 1.0)), at_place("random.bernoulli", spec, mesh)
     coarse, fine = drawn("random.bernoulli", key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
     (p,) = fitting("random.bernoulli", coarse, p=p)
     return fine * 2.0 ** -dtypes.FLOATS[dtype][0] < p - coarse

@@ -15,7 +15,7 @@ from .._core.sharding.spec import P
 from .generators import elementwise_draws, float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, need, not_negative, one_of, positive, real, shape_and_place
-from .sharded import Draw, drawn
+from .sharded import Draw, at_place, drawn
 from .streams import pieces
 
 
@@ -192,7 +192,7 @@ def gumbel_noise(
     """`gumbel` for other draws, all checked."""
     if mode != "high":
         return drawn(where, key, Draw("gumbel", shape, dtype), spec, mesh)
-    pair = Draw("uniform", (2, *shape), dtype, (0.0, 1.0))
+    pair, (spec, mesh) = Draw("uniform", (2, *shape), dtype, (0.0, 1.0)), at_place(where, spec, mesh)
     coarse, fine = drawn(where, key, pair, spec if spec is None else P(None, *spec), mesh).unbind(0)
     finer = coarse + 2.0 ** -dtypes.FLOATS[dtype][0] * fine + torch.finfo(dtype).tiny
     return -float_ops.log(-float_ops.log1p(-torch.where(coarse >= 0.5, coarse, finer)))
@@ -500,6 +500,7 @@ def triangular(
 
 def _norms(where: str, key: Key, shape: tuple[int, ...], dtype: torch.dtype, spec: P | None, mesh: Any) -> torch.Tensor:
     """The lengths of vectors of three normal numbers."""
+    spec, mesh = at_place(where, spec, mesh)
     rows = None if spec is None else P(*spec, *(None,) * (len(shape) - len(spec)))
     x, y, z = drawn(where, key, Draw("normal", (*shape, 3), dtype), rows, mesh).unbind(-1)
     return float_ops.sqrt(x * x + y * y + z * z)

@@ -18,7 +18,7 @@ from .gammas import draw_gammas, draw_generalized_normals
 from .generators import float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, fitting, integer, need, one_of, positive, shape_and_place
-from .sharded import Draw, drawn
+from .sharded import Draw, at_place, drawn
 from .streams import pieces
 
 
@@ -141,7 +141,7 @@ def ball(
         raise RandomError(report(where, f"d must be positive, but it is {d}"))
     if isinstance(p, torch.Tensor) and p.ndim:
         raise RandomError(report(where, f"p must be one number, but it is {described(p)}"))
-    shape = shape_of(shape, where)
+    shape, (spec, mesh) = shape_of(shape, where), at_place(where, spec, mesh)
     key_g, key_e = pieces(key)
 
     def vectors(spec: P | None) -> torch.Tensor:

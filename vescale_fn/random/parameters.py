@@ -6,7 +6,7 @@ Numbers are looked at; tensors are not, for that would wait for a device and sto
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from .._core.arrays import array
 from .._core.base import context
 from .._core.base.errors import RandomError
 from .._core.base.messages import described, report, short
-from .._core.sharding.spec import P, from_split_axes, split_axes
+from .._core.distributed.places import at_of
+from .._core.sharding.spec import P, from_split_axes, place_text, split_axes
 from .keys import shape_of
+from .sharded import at_place
 
 Shape = Sequence[int] | int
 
@@ -102,7 +104,7 @@ def shape_and_place(
     where: str, shape: Any, spec: P | None, mesh: Any, **params: Any
 ) -> tuple[tuple[int, ...], P | None, Any]:
     """The shape of a draw, its spec and its mesh: where they are not given, those of its parameters, broadcast."""
-    _refuse_place(where, spec)
+    spec, mesh = at_place(where, spec, mesh)
     sizes = {name: tuple(p.shape) if isinstance(p, torch.Tensor) else () for name, p in params.items()}
     if shape is None:
         try:
@@ -123,14 +125,17 @@ def shape_and_place(
             used = {axis for row in rows for axis in row}
             if not rows[dim + shift] and p.shape[dim] == shape[dim + shift] and not used & set(axes):
                 rows[dim + shift] = axes
-    return shape, from_split_axes(rows), mesh if mesh is not None else array.mesh_of(arrays[0])
+    return shape, from_split_axes(rows), mesh if mesh is not None else _mesh_of(where, params)
 
 
-def _refuse_place(where: str, spec: Any) -> None:
-    """A draw is made by all ranks."""
-    if isinstance(spec, P) and spec.at:
-        what = f"spec={spec!r}: at is not known to draws"
-        raise RandomError(report(where, what, fix="vfn.init(f, key, spec=...), or vfn.with_sharding of what is drawn"))
+def _mesh_of(where: str, params: Mapping[str, Any]) -> Any:
+    """The mesh of a draw's parameters: of their place, where some are at one."""
+    meshes = {name: array.mesh_of(p) for name, p in params.items() if isinstance(p, torch.Tensor) and array.is_array(p)}
+    places = {at_of(mesh): name for name, mesh in meshes.items() if at_of(mesh)}
+    if len(places) > 1:
+        rows = ", ".join(f"{name} is at {place_text(at)}" for at, name in places.items())
+        raise RandomError(report(where, rows, fix="spec=P(..., at=...), which says where the draw is to be"))
+    return meshes[next(iter(places.values()), next(iter(meshes)))]
 
 
 def fitting(where: str, drawn: torch.Tensor, **params: Any) -> list[torch.Tensor]:
@@ -168,4 +173,7 @@ def _lying_as(drawn: torch.Tensor, value: torch.Tensor, where: str) -> torch.Ten
     shift = drawn.ndim - value.ndim
     rows = split_axes(array.spec_of(drawn), drawn.ndim)[shift:]
     target = from_split_axes([row if value.shape[d] == drawn.shape[d + shift] else () for d, row in enumerate(rows)])
-    return value if array.spec_of(value) == target else array.moved(value, array.mesh_of(drawn), target, where)
+    mesh = array.mesh_of(drawn)
+    if array.spec_of(value) == target and at_of(array.mesh_of(value)) == at_of(mesh):
+        return value
+    return array.moved(value, mesh, target, where)

@@ -29,7 +29,7 @@ from .continuous import gumbel_noise
 from .generators import elementwise_draws, float_ops
 from .keys import Key, checked, shape_of
 from .parameters import Shape, need, one_of
-from .sharded import Draw, drawn, laid_out
+from .sharded import Draw, at_place, drawn, laid_out
 from .streams import pieces
 
 
@@ -205,7 +205,7 @@ def categorical(
         )
     one_of(mode, (None, "low", "high"), where, "mode")
     axis = _dim(axis, logits.ndim, where) - logits.ndim
-    classes = logits.shape[axis]
+    classes, (spec, mesh) = logits.shape[axis], at_place(where, spec, mesh)
     batch = (*logits.shape[:axis], *logits.shape[axis:][1:])
     split = _splits(spec, mesh, len(batch) if shape is None else len(shape_of(shape, where)))
     shape = tuple(map(operator.mul, batch, split)) if shape is None else shape_of(shape, where)
@@ -276,6 +276,7 @@ def orthogonal(
     key = checked(key, where)
     need(dtype, [torch.float32, torch.float64, *dtypes.PARTS], where)
     shape, (n,), (m,) = shape_of(shape, where), shape_of(n, where, "n"), shape_of(n if m is None else m, where, "m")
+    spec, mesh = at_place(where, spec, mesh)
     rows = split_axes(spec, len(shape) + 2) if isinstance(spec, P) and len(spec) <= len(shape) + 2 else ()
     laid_out(where, key, Draw("normal", (*shape, n, m), dtype), spec, mesh)  # all that may be wrong with the spec
     batch = None if spec is None else from_split_axes([*rows[: len(shape)], (), ()])

@@ -20,9 +20,10 @@ from .._core.base.errors import SpecError
 from .._core.base.messages import mesh_text, report
 from .._core.distributed.communicator import coordinates
 from .._core.distributed.mesh import communicator_of, same
+from .._core.distributed.places import resolved, whole_mesh
 from .._core.local_types import replica_check, tensor_types, types
 from .._core.sharding.index_map import axes_of, is_even, local_indices
-from .._core.sharding.spec import P, split_axes, validate
+from .._core.sharding.spec import P, split_axes, validate, without_place
 from .backends import draw_op
 from .generators import counters
 from .generators.elementwise_draws import Draw
@@ -68,7 +69,7 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
         return None
     if mesh is not None:
         context.checked_mesh(mesh, where)
-    spec = _checked(where, P() if spec is None else spec)
+    spec, mesh = at_place(where, _checked(where, P() if spec is None else spec), mesh)
     if mesh is None:
         mesh = body.mesh if body else context.current_mesh()
     mesh = context.seen(mesh)
@@ -90,6 +91,20 @@ def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tup
     if isinstance(key, Key) and replica_check.looked_for():
         replica_check.key_alike(where, key.data, mesh)
     return spec, mesh
+
+
+def at_place(where: str, spec: Any, mesh: Any) -> tuple[Any, Any]:
+    """The spec among the ranks of the place that ``at`` of it names, and the mesh of these; what names none as it is."""
+    if not isinstance(spec, P) or not spec.at:
+        return spec, mesh
+    if context.body() is not None:
+        what = f"spec={spec!r} says at, and in a shard_map body every rank has its block"
+        raise SpecError(report(where, what, fix="the draw outside of the body, vfn.shard_map's argument"))
+    mesh = whole_mesh(context.current_mesh() if mesh is None else mesh)
+    if mesh is None or context.on_one_device():
+        return without_place(spec), mesh
+    validate(spec, axes_of(mesh), None, where, at=True)
+    return resolved(mesh, spec)[::-1]
 
 
 def rectangles(shape: tuple[int, ...], spec: P, mesh: Any) -> Mapping[int, counters.Rectangle]:

@@ -17,6 +17,7 @@ from .._core.arrays import array
 from .._core.arrays.placement import unshard
 from .._core.base import context
 from .._core.distributed.mesh import communicator_of
+from .._core.distributed.places import at_of
 from .._core.sharding.spec import P, from_split_axes, split_axes
 from . import sharded, shared_keys
 from .backends import draw_op
@@ -84,9 +85,16 @@ def _on_mesh(data: torch.Tensor, draw: Draw, spec: P, mesh: Any, *params: torch.
         where, local = mine[rank].where(), mine[rank].local
         return _sample(data, where, params, draw, local, torch.device(mesh.device_type))
 
-    here = [array.bring_in(p, array.Boundary(mesh, _lying(p, shape, rows)), f"random.{draw.kind}") for p in params]
+    here = [_block(p, mesh, _lying(p, shape, rows), f"random.{draw.kind}") for p in params]
     local = communicator_of(mesh).each(block, *here, key=mine.get)
     return array.wrap(local, mesh, from_split_axes(rows), torch.Size(shape))
+
+
+def _block(p: torch.Tensor, mesh: Any, spec: P, where: str) -> Any:
+    """Each rank's block of a parameter, which may be at another place than the draw."""
+    if array.is_array(p) and at_of(array.mesh_of(p)) != at_of(mesh):
+        p = array.moved(p, mesh, spec, where)
+    return array.bring_in(p, array.Boundary(mesh, spec), where)
 
 
 def _lying(p: torch.Tensor, shape: Sequence[int], rows: Sequence[tuple[str, ...]]) -> P:

@@ -238,11 +238,11 @@ class Array(WithoutMemory, DTensor):
 
     def __create_write_items__(self, *args: Any) -> Any:
         _refuse_for_checkpoint(self)
-        return super().__create_write_items__(*args)  # type: ignore[misc]
+        return [] if is_elsewhere(torch_internals.mesh(self)) else super().__create_write_items__(*args)  # type: ignore[misc]
 
     def __create_chunk_list__(self) -> Any:
         _refuse_for_checkpoint(self)
-        return super().__create_chunk_list__()  # type: ignore[misc]
+        return [] if is_elsewhere(torch_internals.mesh(self)) else super().__create_chunk_list__()  # type: ignore[misc]
 
     def __get_tensor_shard__(self, index: Any) -> Any:
         _refuse_for_checkpoint(self)
@@ -252,9 +252,6 @@ class Array(WithoutMemory, DTensor):
 def _refuse_for_checkpoint(x: Array) -> None:
     """Raise where torch's checkpoints, which know of one contiguous part of a value a process, would store another one."""
     mesh, spec = torch_internals.mesh(x), spec_of(x)
-    if place_of(mesh) is not None:
-        what = "this array is at one place, which torch's checkpoints do not know"
-        raise SpecError(report("torch.distributed.checkpoint", what, [x.type_text], "vfn.save(path, tree)"))
     ranks = communicator_of(mesh).ranks if mesh.get_coordinate() is not None else ()
     here = [coordinates(mesh, rank) for rank in ranks]
     blocks_here = [local_indices(tuple(x.shape), axes_of(mesh), spec, coord) for coord in here]

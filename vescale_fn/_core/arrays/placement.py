@@ -553,7 +553,7 @@ def from_blocks(
 ) -> Array:
     """The array of `shape` of which each rank makes its own block: ``make_block(coordinate)``, once a distinct block."""
     communicator = communicator_of(mesh)
-    if communicator.is_elsewhere:
+    if communicator.is_elsewhere and not torch_internals.is_recorded():
         size = local_shape(shape, axes_of(mesh), spec, coordinates(mesh, communicator.ranks[0]))
         return wrap(nothing(size, dtype, torch.device(mesh.device_type)), mesh, spec, torch.Size(shape))
     names = [axis for row in split_axes(spec, len(shape)) for axis in row]

@@ -23,18 +23,19 @@ SHORTEST, LONGEST = 12, 40  # how many calls one rank makes at once, where it ca
 CACHE = 1 << 20  # bytes between such turns: where more are alive, code is not what a processor waits for
 
 
-def note_holders(graph: fx.Graph, places: Sequence[Sequence[int]]) -> fx.Graph:
+def note_holders(graph: fx.Graph, places: Sequence[Sequence[int]], count: int) -> fx.Graph:
     """Note in each node of one rank's program which ranks hold the same of its value (`HOLDERS`).
 
     Memory that ranks write is each one's own, as far as what they write there differs.
 
     Args:
         places: for each input, for each rank which one it has.
+        count: how many ranks there are.
 
     Raises:
         RanksDiffer: ranks write different things into inputs, or into what collectives give, that they share; with these.
     """
-    count, own = len(places[0]) if places else 1, dict[fx.Node, Holders]()
+    own = dict[fx.Node, Holders]()
     while True:
         inputs = iter(places)
         for node in graph.nodes:

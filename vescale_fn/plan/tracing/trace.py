@@ -249,7 +249,7 @@ def _check_writes(ranks: RanksAsOne | None) -> None:
     """Raise where ranks write different things into memory that they share."""
     if ranks is not None:
         try:
-            note_holders(inlined(ranks.graph), ranks.places)
+            note_holders(inlined(ranks.graph), ranks.places, ranks.count)
         except RanksDiffer:
             raise RanksApart from None
 
