@@ -771,16 +771,6 @@ def a_saved_plan_of_a_place(mesh):
 
 
 @misuse
-def a_batch_at_a_place(mesh):
-    """DataError
-    data.batches: samples are read by the ranks of a whole mesh, but a spec says at: P('dp', at={'tp': 1})
-      Instead: vfn.with_sharding(batch, P(..., at=...)) of each batch
-    """
-    samples = torch.utils.data.TensorDataset(X)
-    vfn.data.batches(samples, 4, KEY, spec=P("dp", at={"tp": 1}), mesh=mesh)
-
-
-@misuse
 def a_place_written_into_a_plain_tensor(mesh):
     """InPlaceError
     copy_: f32[4,3], which other ranks hold too, would be written at tp=1 alone
@@ -792,12 +782,21 @@ def a_place_written_into_a_plain_tensor(mesh):
 
 
 @misuse
-def a_draw_at_a_place(mesh):
-    """RandomError
-    random.gamma: spec=P(at={'tp': 1}): at is not known to draws
-      Instead: vfn.init(f, key, spec=...), or vfn.with_sharding of what is drawn
+def a_draw_at_a_place_in_a_body(mesh):
+    """SpecError
+    random.normal: spec=P(at={'tp': 1}) says at, and in a shard_map body every rank has its block
+      Instead: the draw outside of the body, as an argument of the shard_map
     """
-    vfn.random.gamma(KEY, 2.0, (4,), spec=P(at={"tp": 1}), mesh=mesh)
+    vfn.shard_map(lambda x: vfn.random.normal(KEY, spec=P(at={"tp": 1})), mesh=mesh, in_specs=P(), out_specs=P())(X)
+
+
+@misuse
+def a_draw_whose_parameters_are_at_two_places(mesh):
+    """RandomError
+    random.beta: a is at tp=0, b at tp=1
+      Instead: spec=P(..., at=...), which says where the draw is to be
+    """
+    vfn.random.beta(KEY, *(vfn.shard(torch.ones(4), mesh, P(at={"tp": i})) for i in (0, 1)))
 
 
 @misuse

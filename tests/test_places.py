@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from distributions import DISTRIBUTIONS
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -160,6 +162,110 @@ def trained(mesh: vfn.Array, jit: bool) -> None:
             assert local.untyped_storage().nbytes() == 8
 
 
+OF_TWO = [P("tp", at={"pp": 0}), P(at={"pp": 1})]
+RAN, INIT = vfn.random, vfn.random.init
+KEY = RAN.key(3)
+DRAWS = {
+    "bernoulli, high": lambda **how: RAN.bernoulli(KEY, 0.1, (5, 3), "high", **how),
+    "permutation": lambda **how: RAN.permutation(KEY, 5, **how),
+    "choice": lambda **how: RAN.choice(KEY, torch.arange(30.0).view(10, 3), (5,), **how),
+    "categorical": lambda **how: RAN.categorical(KEY, torch.arange(12.0).view(3, 4), shape=(5, 3), **how),
+    "ones": lambda **how: INIT.ones(KEY, (5, 3), **how),
+    "he_normal": lambda **how: INIT.he_normal()(KEY, (5, 3), **how),
+    "orthogonal": lambda **how: INIT.orthogonal()(KEY, (1, 3), **how),
+}
+DRAWS |= {one.id: lambda one=one, **how: one(KEY, (5, 3), **how) for one in DISTRIBUTIONS}
+OF_ARRAYS = [RAN.gamma, RAN.poisson, lambda key, x, **how: RAN.uniform(key, x.shape, minval=x, maxval=9.0, **how)]
+
+
+def drawn(mesh: vfn.Array) -> list:
+    """Draws at a place, eager and in plans, and of parameters at the same place, or another: what is wrong."""
+    wrong = []
+
+    def check(name: str, spec: P, found: torch.Tensor, want: torch.Tensor) -> None:
+        same = torch.allclose if name == "orthogonal" else torch.equal
+        if vfn.spec_of(found) != spec or not same(vfn.unshard(found), want):
+            wrong.append((name, spec, found))
+
+    for name, draw in DRAWS.items():
+        for spec in OF_TWO:
+            check(name, spec, draw(spec=spec, mesh=mesh), draw())
+    for name in ("ones", "he_normal", "orthogonal"):
+        check(name, OF_TWO[0], vfn.jit(lambda: DRAWS[name](spec=OF_TWO[0], mesh=mesh))(), DRAWS[name]())
+    a = torch.arange(1.0, 16.0).view(5, 3)
+    for i, draw in enumerate(OF_ARRAYS):
+        for source in (P(), P("pp"), OF_TWO[1]):
+            x = vfn.shard(a, mesh, source)
+            for target in (P(), *OF_TWO):
+                check(f"{i} of {source}", target, draw(KEY, x, spec=target, mesh=mesh), draw(KEY, a))
+        check(f"{i}", OF_TWO[1], draw(KEY, x), draw(KEY, a))
+    return wrong
+
+
+class Samples:
+    """A data set that counts how often it is read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, i: int) -> dict:
+        self.read += 1
+        return {"x": torch.arange(3.0) + i, "y": i}
+
+
+def loaded(mesh: vfn.Array) -> tuple:
+    """Blocks and batches at a place: what is wrong, and how many samples are read for batches of one place."""
+    wrong, reads = [], []
+    for spec, size in (
+        (P("tp", at={"pp": 1}), (5, 3)),
+        (P("tp", at={"pp": (0, 1)}), (1, 3)),
+        (P(at={"pp": 0, "tp": 1}), ()),
+    ):
+        whole = torch.arange(float(torch.Size(size).numel())).reshape(size)
+        asked = []
+
+        def block(coord: dict[str, int]) -> torch.Tensor:
+            asked.append(coord)
+            return whole.tensor_split([-(-len(whole) // 2)])[coord["tp"]] if spec[:1] else whole
+
+        found = vfn.from_local({"x": block}, mesh, spec)["x"]
+        at = dict(spec.at)
+        if vfn.spec_of(found) != spec or not torch.equal(vfn.unshard(found), whole):
+            wrong.append((spec, found))
+        if any(coord[axis] not in row for coord in asked for axis, row in at.items()):
+            wrong.append((spec, asked))
+    two = {"x": P("tp", None, at={"pp": 0}), "y": P("tp", at={"pp": 1})}
+    for spec in (P("tp", at={"pp": 1}), two, {"x": P(None, "tp", at={"pp": 0}), "y": P()}):
+        samples = Samples()
+        batches = vfn.data.batches(samples, 4, KEY, spec=spec, mesh=mesh, last_batch="keep")
+        plain = vfn.data.batches(Samples(), 4, KEY, last_batch="keep")
+        for step, found in zip(range(6), batches.starting_at(0)):
+            assert vfn.spec_of(found["x"]).at == (spec if isinstance(spec, P) else spec["x"]).at
+            torch.testing.assert_close(vfn.unshard(found), plain(step), rtol=0, atol=0)
+        reads.append(samples.read)
+    return wrong, reads
+
+
+def stored_by_torch(folder: str) -> None:
+    """A tree saved by torch's checkpoints from places, and loaded to others, and by `vfn.load`; and what `vfn.save` writes."""
+    tree = {"a": values()[0], "b": {"c": torch.arange(3), "d": torch.tensor(2.5).bfloat16()}}
+    pairs = ((2, 2), ("pp", "tp")), ((4,), ("pp",))
+    specs = [OF_TWO[0], P("tp", at={"pp": 1}), P(at={"pp": 1, "tp": 0})], [P(at={"pp": 3}), P(at={"pp": (0, 2)}), P()]
+    laid = [
+        vfn.shard(tree, vfn.make_mesh(*axes), {"a": a, "b": {"c": c, "d": d}}) for axes, (a, c, d) in zip(pairs, specs)
+    ]
+    dcp.save(laid[0], checkpoint_id=f"{folder}/theirs")
+    vfn.save(f"{folder}/ours", laid[1])
+    for name, like in (("theirs", laid[1]), ("ours", laid[0])):
+        into = vfn.tree.map(torch.zeros_like, like)
+        dcp.load(into, checkpoint_id=f"{folder}/{name}")
+        for found in (into, vfn.load(f"{folder}/{name}", like=like)):
+            assert vfn.digest(vfn.unshard(found)) == vfn.digest(tree)
+
+
 def stored(folder: str) -> None:
     """A tree saved from two stages, four, and none, loaded on each, exported, and hashed: the same bits."""
     tree = {
@@ -199,6 +305,11 @@ def on_a_rank(folder: str) -> tuple:
     trained(mesh, False)
     trained(mesh, True)
     stored(folder)
+    stored_by_torch(folder)
+    assert not drawn(mesh)
+    wrong, reads = loaded(mesh)
+    assert not wrong
+    assert (reads[0] < 6) == (mesh.get_coordinate()[0] == 0)  # the others read one batch of each size
     loops = vfn.jit(lambda w: vfn.cond(w.sum() > 0, lambda: torch.ones(2), lambda: torch.zeros(2)))(x)
     with vfn.strict(), pytest.raises(vfn.errors.ReshardError, match="strict: this op needs a move"):  # on all ranks
         x.flip(0)
@@ -221,6 +332,9 @@ def test_a_program_of_two_stages(tmp_path) -> None:
         vfn.check_parity(lambda w: vfn.with_sharding(w * 2, P()), vfn.shard(values()[0], mesh, P(at={"pp": 1})))
     with vfn.simulate(4):
         stored(str(tmp_path))
+        mesh = vfn.make_mesh((2, 2), ("tp", "pp"))
+        assert not drawn(mesh)
+        assert not loaded(mesh)[0]
 
 
 def test_on_real_ranks(gloo, tmp_path) -> None:

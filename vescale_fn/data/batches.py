@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from .._core.arrays.array import on_device, wrap
-from .._core.arrays.placement import from_local
-from .._core.arrays.strides import packed
+from .._core.arrays.array import on_device
+from .._core.arrays.placement import from_local, holds, of_blocks
 from .._core.base import context, tree
 from .._core.base.errors import DataError
 from .._core.base.front_door import public
 from .._core.base.messages import described, mesh_text, report, short
 from .._core.distributed.communicator import coordinates
 from .._core.distributed.mesh import communicator_of
+from .._core.distributed.places import resolved
 from .._core.sharding.index_map import all_hold_some, axes_of, dim_indices
 from .._core.sharding.layout import WHOLE, type_text
 from .._core.sharding.spec import P, split_axes, validate
@@ -65,8 +65,9 @@ def batches(
         mesh: on which batches lie; all its ranks make the same calls. By default the current mesh; without one batches
             are plain.
         spec: how they lie, a `P` or a prefix tree of what `collate_fn` gives, whose first entries are the same: the axes
-            that split samples. A rank reads its own samples, each leaf's other dims whole, and keeps its part. By default P():
-            every rank has all.
+            that split samples. A rank reads its own samples, each leaf's other dims whole, and keeps its part; one at whose
+            place (``at``) there is nothing of a batch reads one, whose shapes it needs, and no more. By default P(): every rank
+            has all.
         shuffle: in another order each epoch; else as they are.
         last_batch: what becomes of the end of an epoch, where `size` does not divide it. "rollover": the batch goes on with
             the next epoch: every sample once an epoch. "discard": it is left out, other samples each epoch. "keep": a
@@ -136,8 +137,11 @@ class Batches:
         names = () if mesh is None else _sample_axes(spec, mesh)
         sizes = {order.rows(step) for step in (0, -1)}
         self._sets = {rows: _row_sets(rows, mesh, names) for rows in sizes}
-        self._reader = RowReader(dataset, order, collate, {rows: sets for rows, (sets, _) in self._sets.items()})
-        self._checked: dict[int, tuple[Any, Any]] = {}  # by the number of rows, the blocks that ranks have compared
+        self._idle = mesh is not None and not _is_held(spec, mesh)
+        read = {rows: [] if self._idle else sets for rows, (sets, _) in self._sets.items()}
+        self._reader = RowReader(dataset, order, collate, read)
+        # by the number of rows: what is read here, and the structure and types of the arrays that ranks have made of it
+        self._checked: dict[int, tuple[Any, Any, Any]] = {}
 
     @property
     def steps_per_epoch(self) -> float:
@@ -173,24 +177,36 @@ class Batches:
         """The batch of a step, of what has been read of it here."""
         if (mesh := self._mesh) is None:
             return read[0]
-        rows = self._order.rows(step)
+        rows, watched = self._order.rows(step), context.watch() is not None
+        if self._idle:
+            if rows in self._checked and not watched:
+                _, structure, types = self._checked[rows]
+                return self._arrays(structure, [None] * len(types), types)
+            read = self._reader.read(step, self._sets[rows][0])
         flat = [tree.flatten(read[i]) for i in self._sets[rows][1]]
         structure = flat[0][1]
         specs = tree.broadcast(self._spec, read[0], WHERE, "spec", "batch")
         blocks = [self._parts(spec, row) for spec, row in zip(specs, zip(*(leaves for leaves, _ in flat)))]
         seen = [other for _, other in flat], [[(x.shape, x.dtype) for x in row] for row in blocks]
-        local = [communicator_of(mesh).joined(row) for row in blocks]
-        if rows not in self._checked or context.watch() is not None:
+        if rows not in self._checked or watched:
+            local = [communicator_of(mesh).joined(row) for row in blocks]
             made = from_local(tree.unflatten(structure, local), mesh, tree.unflatten(structure, specs))
-            self._checked[rows] = seen, [x.shape for x in tree.leaves(made)]
+            self._checked[rows] = seen, structure, [(x.shape, x.dtype, s) for x, s in zip(tree.leaves(made), specs)]
             return made
-        before, shapes = self._checked[rows]
+        before, _, types = self._checked[rows]
         if seen != before:
-            paths, types = tree.paths(read[0], "batch"), [type_text(*row[0], WHOLE) for row in seen[1]]
+            paths, found = tree.paths(read[0], "batch"), [type_text(*row[0], WHOLE) for row in seen[1]]
             what = f"the batch of step {step} has other leaves, shapes or dtypes than those before it"
             fix = "a collate_fn that pads to one length"
-            raise DataError(report(WHERE, what, [f"{path} is {text}" for path, text in zip(paths, types)], fix))
-        made = [wrap(packed(x), mesh, spec, shape) for x, spec, shape in zip(local, specs, shapes, strict=True)]
+            raise DataError(report(WHERE, what, [f"{path} is {text}" for path, text in zip(paths, found)], fix))
+        return self._arrays(structure, blocks, types)
+
+    def _arrays(self, structure: Any, blocks: Sequence[Any], types: Sequence[Any]) -> Any:
+        """A batch of the blocks of each leaf, whose types ranks have compared."""
+        made = [
+            of_blocks(row, shape, dtype, *resolved(self._mesh, spec))
+            for row, (shape, dtype, spec) in zip(blocks, types, strict=True)
+        ]
         return tree.unflatten(structure, made)
 
     def _parts(self, spec: P, read: Sequence[Any]) -> list[torch.Tensor]:
@@ -217,11 +233,15 @@ def _sample_axes(spec: Any, mesh: Any) -> tuple[str, ...]:
     if len(first) != 1:
         what = "the spec must be a vfn.P, or a tree of some, that split dim 0, the samples, by the same axes"
         raise DataError(report(WHERE, what, [f"it is {short(spec)}"], fix="spec=P('dp')"))
-    if any(one.at for one in specs):
-        what = f"samples are read by the ranks of a whole mesh, but a spec says at: {short(spec)}"
-        raise DataError(report(WHERE, what, fix="vfn.with_sharding(batch, P(..., at=...)) of each batch"))
-    validate(P(first[0]), axes_of(mesh), 1, WHERE, "a batch")
+    for at in {one.at for one in specs}:
+        validate(P(first[0], at=at), axes_of(mesh), 1, WHERE, "a batch", at=True)
     return first[0]
+
+
+def _is_held(spec: Any, mesh: Any) -> bool:
+    """Whether a rank played here has a part of a batch."""
+    coords = [coordinates(mesh, rank) for rank in communicator_of(mesh).ranks]
+    return any(holds(one, coord) for one in tree.leaves(spec) for coord in coords)
 
 
 def _row_sets(rows: int, mesh: Any, names: tuple[str, ...]) -> tuple[list[Sequence[int]], list[int]]:

@@ -133,8 +133,9 @@ def _mesh_of(where: str, params: Mapping[str, Any]) -> Any:
     meshes = {name: array.mesh_of(p) for name, p in params.items() if isinstance(p, torch.Tensor) and array.is_array(p)}
     places = {at_of(mesh): name for name, mesh in meshes.items() if at_of(mesh)}
     if len(places) > 1:
-        rows = ", ".join(f"{name} is at {place_text(at)}" for at, name in places.items())
-        raise RandomError(report(where, rows, fix="spec=P(..., at=...), which says where the draw is to be"))
+        (first, name), *others = ((place_text(at), name) for at, name in places.items())
+        what = ", ".join([f"{name} is at {first}", *(f"{name} at {other}" for other, name in others)])
+        raise RandomError(report(where, what, fix="spec=P(..., at=...), which says where the draw is to be"))
     return meshes[next(iter(places.values()), next(iter(meshes)))]
 
 

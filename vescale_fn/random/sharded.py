@@ -62,7 +62,7 @@ def drawn(
     return _on_mesh(key.data, draw, spec, mesh)
 
 
-def laid_out(where: str, key: Key, draw: Draw, spec: P | None, mesh: Any) -> tuple[P, Any] | None:
+def laid_out(where: str, key: Key, draw: Draw, spec: Any, mesh: Any) -> tuple[P, Any] | None:
     """The spec and the mesh of a draw, checked; None where it is whole, on one device or on every rank alike."""
     body = context.body()
     if spec is None and mesh is None:
@@ -99,12 +99,13 @@ def at_place(where: str, spec: Any, mesh: Any) -> tuple[Any, Any]:
         return spec, mesh
     if context.body() is not None:
         what = f"spec={spec!r} says at, and in a shard_map body every rank has its block"
-        raise SpecError(report(where, what, fix="the draw outside of the body, vfn.shard_map's argument"))
+        raise SpecError(report(where, what, fix="the draw outside of the body, as an argument of the shard_map"))
     mesh = whole_mesh(context.current_mesh() if mesh is None else mesh)
     if mesh is None or context.on_one_device():
         return without_place(spec), mesh
     validate(spec, axes_of(mesh), None, where, at=True)
-    return resolved(mesh, spec)[::-1]
+    mesh, spec = resolved(mesh, spec)
+    return spec, mesh
 
 
 def rectangles(shape: tuple[int, ...], spec: P, mesh: Any) -> Mapping[int, counters.Rectangle]:

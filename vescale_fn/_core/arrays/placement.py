@@ -24,7 +24,7 @@ from ..base.messages import described, mesh_text, report, short
 from ..distributed.abstract_mesh import AbstractMesh
 from ..distributed.communicator import coordinates
 from ..distributed.mesh import communicator_of, same
-from ..distributed.places import at_of, nothing, resolved, whole_mesh
+from ..distributed.places import at_of, nothing, place_of, resolved, there, whole_mesh
 from ..local_types import replica_check
 from ..sharding.index_map import axes_of, local_indices, local_shape
 from ..sharding.layout import WHOLE, layout, type_text
@@ -383,7 +383,8 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
 
     Args:
         tree_: a tree of this rank's own blocks. A leaf may also be a function of this rank's coordinate
-            (``{"dp": 1, "tp": 0}``) that gives its block, which is how a simulated mesh gets different blocks.
+            (``{"dp": 1, "tp": 0}``) that gives its block, which is how a simulated mesh gets different blocks. Where a spec
+            says ``at``, only the ranks there are asked, and the tensors that others bring in its place are not looked at.
         mesh: a DeviceMesh, all of whose ranks make this call.
         spec: how the arrays lie, a `P` or a prefix tree. Along axes that it does not name, ranks must bring equal
             blocks.
@@ -413,7 +414,7 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
     try:
         leaves, treedef, specs = _specs(tree_, spec, "from_local")
         names = _names(tree_)
-        mine = _own_blocks(leaves, names, mesh, ranks)
+        mine = _own_blocks(leaves, names, specs, mesh, ranks)
     except VfnError as raised:
         error = raised  # on all ranks together: see below
     head = (names, error and str(error).splitlines()[0])
@@ -433,13 +434,13 @@ def from_local(tree_: Any, mesh: Any, spec: Any) -> Any:
         raise SpecError(report("from_local", "the ranks must bring trees of one structure", rows))
     out, failures = [], []
     for i, (name, s) in enumerate(zip(names, specs, strict=True)):
-        metas = [row[i] for row in by_rank]
-        if metas[0] is None:
+        metas = {rank: row[i] for rank, row in enumerate(by_rank) if holds(s, coordinates(mesh, rank))}
+        if not any(metas.values()):
             out.append(mine[i][0])
             continue
         shape = _joined_shape(metas, mesh, s, name, failures)
         if shape is not None:
-            out.append(wrap(packed(communicator_of(mesh).joined(mine[i])), mesh, s, torch.Size(shape)))
+            out.append(of_blocks(mine[i], torch.Size(shape), next(iter(metas.values()))[1], *resolved(mesh, s)))
     if failures:
         raise SpecError(
             report(
@@ -470,19 +471,39 @@ def spec_of(x: torch.Tensor) -> P:
     return found if (mesh := mesh_of(x)) is None else with_place(found, at_of(mesh))
 
 
-def _own_blocks(leaves: Sequence[Any], names: Sequence[str], mesh: Any, ranks: Sequence[int]) -> list[list[Any]]:
+def holds(spec: P, coord: Mapping[str, int]) -> bool:
+    """Whether the rank at `coord` has a block of what lies as `spec`."""
+    return all(coord[axis] in row for axis, row in spec.at)
+
+
+def of_blocks(mine: Sequence[Any], shape: torch.Size, dtype: torch.dtype, mesh: Any, spec: P) -> Array:
+    """The array of the blocks of the ranks played here, of which those elsewhere have none."""
+    communicator = communicator_of(mesh)
+    if communicator.is_elsewhere:
+        return _stand_in(shape, dtype, mesh, spec)
+    place = place_of(mesh)
+    blocks = mine if place is None or not communicator.holds_blocks else there(place, mine)
+    return wrap(packed(communicator.joined(blocks)), mesh, spec, shape)
+
+
+def _own_blocks(
+    leaves: Sequence[Any], names: Sequence[str], specs: Sequence[P], mesh: Any, ranks: Sequence[int]
+) -> list[list[Any]]:
     """For each leaf, the block of each rank that this process plays."""
     _check_data(leaves, names)
     mine = []
-    for leaf, name in zip(leaves, names, strict=True):
+    for leaf, name, spec in zip(leaves, names, specs, strict=True):
+        validate(spec, axes_of(mesh), None, "from_local", name, at=True)
         if callable(leaf) and not isinstance(leaf, torch.Tensor):
-            row = [leaf(dict(coordinates(mesh, rank))) for rank in ranks]
-            if not all(isinstance(x, (torch.Tensor, np.ndarray)) for x in row):
+            asked = {rank: coord for rank in ranks if holds(spec, coord := coordinates(mesh, rank))}
+            made = {rank: leaf(dict(coord)) for rank, coord in asked.items()}
+            row = [made.get(rank) for rank in ranks]
+            if not all(isinstance(x, (torch.Tensor, np.ndarray)) for x in made.values()):
                 raise VaryingTypeError(
                     report(
                         "from_local",
                         "the function of the coordinate must give this rank's block, a tensor",
-                        [f"{name} gave {described(x)}" for x in row[:1]],
+                        [f"{name} gave {described(x)}" for x in [*made.values()][:1]],
                     )
                 )
         else:
@@ -507,18 +528,19 @@ def _check_data(leaves: Sequence[Any], names: Sequence[str]) -> None:
         )
 
 
-def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:
-    axes = axes_of(mesh)
+def _joined_shape(by_rank: Mapping[int, Any], mesh: Any, spec: P, name: str, failures: list[str]) -> Any:
+    axes, metas = axes_of(mesh), list[Any](by_rank.values())
 
     def listed() -> str:
-        return ", ".join(f"rank {r}: {m and type_text(m[0], m[1], WHOLE)}" for r, m in enumerate(metas))
+        return ", ".join(f"rank {r}: {m and type_text(m[0], m[1], WHOLE)}" for r, m in by_rank.items())
 
-    if any(m is None or m[1] != metas[0][1] or len(m[0]) != len(metas[0][0]) for m in metas):
+    if any(m is None or not metas[0] or m[1] != metas[0][1] or len(m[0]) != len(metas[0][0]) for m in metas):
         failures.append(f"{name} differs in dtype or number of dims: {listed()}")
         return None
-    validate(spec, axes, len(metas[0][0]), "from_local", name)
+    validate(spec, axes, len(metas[0][0]), "from_local", name, at=True)
     alike = all(m == metas[0] for m in metas)
-    coords = [coordinates(mesh, rank) for rank in range(1 if alike else len(metas))]
+    ranks = [*by_rank][: 1 if alike else None]
+    coords = [coordinates(mesh, rank) for rank in ranks]
     rows = split_axes(spec, len(metas[0][0]))
     shape = [_joined_size([m[0][dim] for m in metas], names, coords, axes) for dim, names in enumerate(rows)]
     for coord, meta in zip(coords, metas):
@@ -529,9 +551,9 @@ def _joined_shape(metas: Sequence[Any], mesh: Any, spec: P, name: str, failures:
             return None
     own = [a for row in split_axes(spec, len(shape)) for a in row] + sorted(spec.unreduced)
     first: dict[Any, int] = {}  # of each piece, the rank that brings it; in debug mode others must bring the same
-    for rank, coord in enumerate(coords):
+    for rank, coord in zip(ranks, coords):
         at = first.setdefault(tuple(coord[a] for a in own), rank)
-        if metas[at][2] != metas[rank][2]:
+        if by_rank[at][2] != by_rank[rank][2]:
             failures.append(
                 f"{name} with {spec!r}: ranks {at} and {rank} bring the same piece, but their blocks differ"
             )
@@ -548,14 +570,19 @@ def _joined_size(
     return sum({tuple(coord[a] for a in names): size for coord, size in zip(coords, sizes, strict=True)}.values())
 
 
+def _stand_in(shape: torch.Size, dtype: torch.dtype, mesh: Any, spec: P) -> Array:
+    """An array at another place than this rank."""
+    size = local_shape(shape, axes_of(mesh), spec, coordinates(mesh, communicator_of(mesh).ranks[0]))
+    return wrap(nothing(size, dtype, torch.device(mesh.device_type)), mesh, spec, shape)
+
+
 def from_blocks(
     make_block: Callable[[dict[str, int]], torch.Tensor], shape: Sequence[int], dtype: torch.dtype, mesh: Any, spec: P
 ) -> Array:
     """The array of `shape` of which each rank makes its own block: ``make_block(coordinate)``, once a distinct block."""
     communicator = communicator_of(mesh)
     if communicator.is_elsewhere and not torch_internals.is_recorded():
-        size = local_shape(shape, axes_of(mesh), spec, coordinates(mesh, communicator.ranks[0]))
-        return wrap(nothing(size, dtype, torch.device(mesh.device_type)), mesh, spec, torch.Size(shape))
+        return _stand_in(torch.Size(shape), dtype, mesh, spec)
     names = [axis for row in split_axes(spec, len(shape)) for axis in row]
     made: dict[Any, torch.Tensor] = {}
 

@@ -262,7 +262,12 @@ def _counterparts(place: MeshPlace) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def cut_to(place: MeshPlace, local: Any) -> Any:
     """Of a local value on the whole mesh that on the placed one."""
-    return Blocks([local.blocks[i] for i in _counterparts(place)[0]]) if type(local) is Blocks else local
+    return Blocks(there(place, local.blocks)) if type(local) is Blocks else local
+
+
+def there(place: MeshPlace, of_all: Sequence[Any]) -> list[Any]:
+    """Of what each rank of the whole mesh has what those of the placed one have."""
+    return [of_all[i] for i in _counterparts(place)[0]]
 
 
 def spread_from(place: MeshPlace, local: Any) -> Any:

@@ -31,7 +31,9 @@ class WrittenOut:
     def __init__(self, ranks: Any, graph: fx.Graph) -> None:
         self.ranks, self.graph = ranks, fx.Graph()
         self.made: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._inputs([node for node in note_holders(graph, ranks.places, ranks.count).nodes if node.op == "placeholder"])
+        self._inputs(
+            [node for node in note_holders(graph, ranks.places, ranks.count).nodes if node.op == "placeholder"]
+        )
         for run in runs(graph):
             if isinstance(run[0].target, Collective):
                 self._collective(run[0])
