@@ -20,7 +20,7 @@ from ..schedules.actions import actions_of
 from .ir import memory_aliases
 from .ir.graph import nbytes, output, value
 from .ir.memory_use import bytes_text, memory
-from .stage_runs import TERM, Name, StageRun, StageTasks, edges, names_from, names_of_terms, nodes_of, split, taken
+from .stage_runs import TERM, Name, StageRun, StageTasks, edges, names_from, names_of_terms, nodes_of, taken
 from .staged import Staged
 from .stages import PRE, Stages
 from .tasks import Task
@@ -125,13 +125,12 @@ def _runs(staged: Staged, homes: Sequence[Iterable[int]], posts: Sequence[_Post]
 def _in_time(
     order: Sequence[tuple[int, Any]], timeline: Timeline
 ) -> Iterator[tuple[int, tuple[str, int, int], float, float]]:
-    """The tasks of a step, each either F, B or W, in the order of time: (rank, task, start, end)."""
+    """The tasks of a step in the order of time: (rank, task, start, end)."""
     times = {timed.task: timed for row in timeline.rows for timed in row}
     for rank, task in sorted(order, key=lambda one: times[one[1]].start):  # in `order` none comes before what it needs
         _, start, end = times[task]
-        for kind, stage, part in actions_of(task):
-            for one in split(kind):
-                yield rank, (one, stage, part), start, end
+        for action in actions_of(task):
+            yield rank, action, start, end
 
 
 # --- what is held -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import fx
 from .._core import torch_internals
 from .._core.distributed.edges import End, Inbox, Outbox
 from .._core.distributed.parcels import Lies, Parcel
-from .stages import PRE, B, F, Stages, W
+from .stages import BW, PRE, B, F, Stages, W
 from .tasks import Task
 
 _ADD: Any = torch_internals.on_lists("add_")
@@ -66,7 +66,7 @@ class MessageRoutes:
     Args:
         stages: the cut step.
         placement: for each stage the place of its rank.
-        rows: for each rank its actions (kind, stage, part), in order, each either F, B or W.
+        rows: for each rank its actions (kind, stage, part), in order.
         me: this rank's place.
         ends: of each edge that this rank is at, its end.
 
@@ -107,14 +107,8 @@ class MessageRoutes:
     def _parcel(self, name: Name) -> Parcel:
         key = name if name.made == TERM else name[:4]
         if key not in self._parcels:
-            self._parcels[key] = Parcel(self._lies(name))
+            self._parcels[key] = parcel_of(self._stages, name)
         return self._parcels[key]
-
-    def _lies(self, name: Name) -> list[Lies]:
-        found = [Lies.of(x.meta["val"]) for x in nodes_of(self._stages, name)]
-        if name.made != TERM:
-            return found
-        return [lies._replace(dtype=torch.promote_types(lies.dtype, torch.float32)) for lies in found]
 
 
 class Between:
@@ -154,12 +148,12 @@ class Between:
 
 def names_from(stages: Stages, kind: str, stage: int, part: int) -> list[Name]:
     """The messages that a task sends, in order."""
-    return [Name(*key, part) for key in stages.sent.get((kind, stage), ())]
+    return [Name(*key, part) for key in stages.sent.get((B if kind == BW else kind, stage), ())]
 
 
 def names_to(stages: Stages, kind: str, stage: int, part: int) -> list[Name]:
     """The messages that a task waits for."""
-    return [Name(*key, part) for key in stages.taken.get((kind, stage), ())]
+    return [Name(*key, part) for key in stages.taken.get((B if kind == BW else kind, stage), ())]
 
 
 def taken(
@@ -186,6 +180,14 @@ def nodes_of(stages: Stages, name: Name) -> list[fx.Node]:
     if name.made != TERM:
         return stages.messages[name[:4]]
     return [stages.parts[name.part[0]][name.part[1]].node]
+
+
+def parcel_of(stages: Stages, name: Name) -> Parcel:
+    """How a message travels."""
+    lies = [Lies.of(x.meta["val"]) for x in nodes_of(stages, name)]
+    if name.made == TERM:
+        lies = [one._replace(dtype=torch.promote_types(one.dtype, torch.float32)) for one in lies]
+    return Parcel(lies)
 
 
 def edges(stages: Stages, placement: Sequence[int]) -> list[tuple[int, int]]:
@@ -253,7 +255,7 @@ class _TaskSteps:
         totals: list[tuple[Any, fx.Node]] = []
         if kind == F:
             totals = [(("value", i), x) for i, (x, at) in enumerate(zip(stages.values, stages.at)) if at == stage]
-        elif kind == W:
+        elif kind in (W, BW):
             terms = [(("gradient", i, j), term) for i, of in enumerate(stages.parts) for j, term in enumerate(of)]
             totals = [(name, term.node) for name, term in terms if term.stage == stage]
         self._names, self._added = [name for name, _ in totals], [x for _, x in totals]
@@ -298,7 +300,9 @@ class StageTasks:
 
     def __init__(self, stages: Stages, tasks: Mapping[int, Mapping[str, Task]]) -> None:
         self.stages, self.tasks = stages, tasks
-        self.steps = {(kind, s): _TaskSteps(stages, own, kind, s) for s, own in tasks.items() for kind in (F, B, W)}
+        self.steps = {
+            (kind, s): _TaskSteps(stages, own, kind, s) for s, own in tasks.items() for kind in own if kind != PRE
+        }
 
 
 class StageRun:
@@ -349,8 +353,3 @@ class StageRun:
         self.post.finish()
         self.parts, self.once, self.given = (), {}, {}  # nothing needs what was given
         return self.totals
-
-
-def split(kind: str) -> tuple[str, ...]:
-    """The tasks that an action of a schedule is."""
-    return (B, W) if kind == "BW" else (kind,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .._core.base.messages import report
 from .._core.distributed.edges import End, edge_group
 from .._core.distributed.parcels import Lies
 from .._core.sharding.layout import contiguous_stride
+from ..schedules.actions import actions_of
 from .auto_schedule import found_for
 from .cut_choice import chosen
 from .ir.graph import output
@@ -25,7 +26,7 @@ from .message_log import Logged, Messages
 from .passes.functionalize_writes import writes
 from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
-from .stage_runs import Between, Here, MessageRoutes, StageRun, StageTasks, edges, split
+from .stage_runs import Between, Here, MessageRoutes, StageRun, StageTasks, edges
 from .stages import CutStep, F, filled
 from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
@@ -124,13 +125,13 @@ class Staged:
         self.order = [
             (rank, action)
             for rank, task in self.schedule.check(blocking=False)  # a send waits for nothing
-            for one in _actions(task)
-            for action in one
-            if gradients or action[0] == F
+            for action in actions_of(task)
+            if gradients or action.kind == F
         ]
         self._mine = [action for rank, action in self.order if along.all_here or rank == along.me]
         self.bodies = TaskBodies()
-        self.all_tasks = [tasks_of(self.stages, s, self.bodies) for s in range(self.stages.count)]
+        used = [{action.kind for _, action in self.order if action.stage == s} for s in range(self.stages.count)]
+        self.all_tasks = [tasks_of(self.stages, s, kinds, self.bodies) for s, kinds in enumerate(used)]
         mine = [s for s, rank in enumerate(placement) if along.all_here or rank == along.me]
         self.tasks: dict[int, dict[str, Task]] = {s: self.all_tasks[s] for s in mine}
         self._needed = {x for own in self.tasks.values() for task in own.values() for x in task.inputs}
@@ -314,9 +315,3 @@ def _taking(leaf: Any) -> Callable[[Any], list[Any]] | None:
 
 def _number(x: float) -> list[float]:
     return [x if isinstance(x, Number) else float(x)]  # of which a recording at work would be asked
-
-
-def _actions(task: Any) -> Iterator[list[tuple[str, int, int]]]:
-    """The tasks (kind, stage, part) of an entry of a schedule's row."""
-    for kind, stage_, part in (task,) if isinstance(task[0], str) else task:
-        yield [(one, stage_, part) for one in split(kind)]

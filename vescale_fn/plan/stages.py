@@ -26,7 +26,7 @@ from .ir.cuts import CROSSES, CUT, UNCUT
 from .ir.graph import calls, copied, has_effect, name_of, operator_of
 from .ir.nested import bodies_of, reached
 
-PRE, F, B, W = "PRE", "F", "B", "W"
+PRE, F, B, W, BW = "PRE", "F", "B", "W", "BW"  # the last one is B and W in one
 ORDER = (PRE, F, B, W)  # in which a stage runs them
 _ADD, _FULL = torch.ops.aten.add.Tensor, torch.ops.aten.full.default
 _INSTEAD = "vfn.optim.microbatches(f, m)"
@@ -91,6 +91,12 @@ class Stages:
     parts: list[list[Term]] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     behind: dict[int, int] = field(default_factory=dict)
+
+    def calls(self, kind: str, stage: int) -> list[fx.Node]:
+        """The calls of a task."""
+        if kind != BW:
+            return self.tasks[kind, stage]
+        return sorted({*self.tasks[B, stage], *self.tasks[W, stage]})
 
     @functools.cached_property
     def sent(self) -> dict[tuple[str, int], list[tuple[str, int, str, int]]]:

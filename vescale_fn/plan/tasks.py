@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from .ir.nested import extracted
-from .stages import ORDER, PRE, F, Stages, W
+from .stages import BW, ORDER, PRE, B, F, Stages, W
 from .task_bodies import TaskBodies, TaskBody
 
 
@@ -44,40 +44,46 @@ class Task:
         return None if self.body is None else self.body.run
 
 
-def tasks_of(stages: Stages, stage: int, bodies: TaskBodies) -> dict[str, Task]:
-    """The tasks of a stage, by their kind; `bodies` are those of others."""
-    made = {node: kind for kind in ORDER for node in stages.tasks[kind, stage]}
-    shown = _shown(stages, stage)
+def tasks_of(stages: Stages, stage: int, used: Container[str], bodies: TaskBodies) -> dict[str, Task]:
+    """The tasks of a stage, by their kind, of those kinds that are `used`; `bodies` are those of others."""
+    apart = {} if BW in used and B not in used else _in_a_row(stages, stage, ORDER, bodies)
+    return {**_in_a_row(stages, stage, (PRE, F, BW), bodies), **apart} if BW in used else apart
+
+
+def _in_a_row(stages: Stages, stage: int, order: Sequence[str], bodies: TaskBodies) -> dict[str, Task]:
+    """The tasks of a stage that runs these kinds, in this order."""
+    calls = {kind: stages.calls(kind, stage) for kind in order}
+    made = {node: kind for kind in order for node in calls[kind]}
+    shown = _shown(stages, stage, order)
     # the tasks with which a value must still be there
     uses: dict[fx.Node, set[str]] = defaultdict(set, {x: {*kinds} for x, kinds in shown.items()})
     takes: dict[str, list[fx.Node]] = {}
-    for kind in ORDER:
-        nodes, own = stages.tasks[kind, stage], set(stages.tasks[kind, stage])
+    for kind, nodes in calls.items():
+        own = set(nodes)
         takes[kind] = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own))
         for x in takes[kind]:
             uses[x].add(kind)
     found = {}
-    for kind in ORDER:
-        nodes = stages.tasks[kind, stage]
+    for kind, nodes in calls.items():
         outputs = [x for x in nodes if x in uses]
-        last = [x for x, kinds in uses.items() if max(kinds, key=ORDER.index) == kind and _is_let_go(x, made)]
+        last = [x for x, kinds in uses.items() if max(kinds, key=order.index) == kind and _is_let_go(x, made)]
         dies = frozenset(x for x in last if x in takes[kind] and kind not in shown[x])
         body = bodies.of(extracted(nodes, takes[kind], outputs), f"{kind}{stage}") if nodes else None
         found[kind] = Task(takes[kind], outputs, last, dies, body)
     return found
 
 
-def _shown(stages: Stages, stage: int) -> dict[fx.Node, set[str]]:
-    """The tasks of a stage behind which each value is sent, or added up."""
+def _shown(stages: Stages, stage: int, order: Sequence[str]) -> dict[fx.Node, set[str]]:
+    """The tasks of a stage, among those of `order`, behind which each value is sent, or added up."""
     found: dict[fx.Node, set[str]] = defaultdict(set)
     for (kind, source, _, _), nodes in stages.messages.items():
         for x in nodes if source == stage else ():
-            found[x].add(kind)
+            found[x].add(kind if kind in order else BW)
     for x, at in zip(stages.values, stages.at, strict=True):
         if at == stage:
             found[x].add(F)
     for term in (term for terms in stages.parts for term in terms if term.stage == stage):
-        found[term.node].add(W)
+        found[term.node].add(W if W in order else BW)
     return found
 
 

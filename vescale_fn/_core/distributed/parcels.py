@@ -32,16 +32,22 @@ class Parcel:
 
     Args:
         lies: how each of them lies.
+
+    Attributes:
+        lies: the same.
+        rows: of each tensor that travels the places of its values.
+        sizes: of each how many bytes it has.
     """
 
     def __init__(self, lies: Sequence[Lies]) -> None:
-        self._lies, rows = lies, dict[torch.device, list[int]]()
+        self.lies, rows = lies, dict[torch.device, list[int]]()
         for i, one in enumerate(lies):
             if 0 not in one.shape:
                 rows.setdefault(one.device, []).append(i)
-        self._rows = list(rows.values())
-        self._ways = [_Way([_Piece(lies[i]) for i in row]) for row in self._rows]
+        self.rows = list(rows.values())
+        self._ways = [_Way([_Piece(lies[i]) for i in row]) for row in self.rows]
         self._alone = len(lies) == 1 and len(self._ways) == 1 and self._ways[0].is_itself
+        self.sizes = [way.bytes for way in self._ways]
 
     def room(self) -> list[torch.Tensor]:
         """Memory for what arrives."""
@@ -51,16 +57,16 @@ class Parcel:
         """What travels, each tensor in one piece of memory."""
         if self._alone and (x := values[0]).is_contiguous() and not x.is_neg():
             return [x]
-        return [way.packed([values[i] for i in row]) for row, way in zip(self._rows, self._ways)]
+        return [way.packed([values[i] for i in row]) for row, way in zip(self.rows, self._ways)]
 
     def unpacked(self, arrived: list[torch.Tensor]) -> list[torch.Tensor]:
         """The values, of what has arrived."""
         if self._alone:
             return arrived
         found: dict[int, torch.Tensor] = {}
-        for row, way, bits in zip(self._rows, self._ways, arrived, strict=True):
+        for row, way, bits in zip(self.rows, self._ways, arrived, strict=True):
             found.update(zip(row, way.unpacked(bits), strict=True))
-        return [found[i] if i in found else _empty(one.shape, one) for i, one in enumerate(self._lies)]
+        return [found[i] if i in found else _empty(one.shape, one) for i, one in enumerate(self.lies)]
 
 
 class _Way:
@@ -75,6 +81,7 @@ class _Way:
         self._shape, self._dtype = (self._begins[-1],), torch.uint8
         if len(pieces) == 1:
             self._shape, self._dtype = first.lies.shape if first.is_itself else (first.count,), first.carrier
+        self.bytes = math.prod(self._shape) * self._dtype.itemsize
 
     def room(self) -> torch.Tensor:
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)
@@ -108,7 +115,7 @@ class _Piece:
 
     def __init__(self, lies: Lies) -> None:
         self.lies, self.carrier = lies, _carrier(lies.dtype)
-        self._is_dense = _is_dense(lies)
+        self._is_dense = is_dense(lies)
         # without what is expanded
         self._narrowed = tuple(1 if s == 0 else n for s, n in zip(lies.stride, lies.shape, strict=True))
         elements = math.prod(lies.shape if self._is_dense else self._narrowed)
@@ -144,7 +151,7 @@ def _empty(shape: tuple[int, ...], lies: Lies) -> torch.Tensor:
     return torch.empty_strided(shape, lies.stride, dtype=lies.dtype, device=lies.device)
 
 
-def _is_dense(lies: Lies) -> bool:
+def is_dense(lies: Lies) -> bool:
     """Whether the elements fill a piece of memory, each once."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(lies.stride, lies.shape, strict=True) if n != 1):
