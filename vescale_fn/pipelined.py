@@ -316,8 +316,9 @@ class Pipelined:
         homes: Sequence[Any],
         recorder: Any = None,
         ready: bool = False,
+        runs: bool = True,
     ) -> _Divided:
-        """A call, divided into parts; `ready`: the parameters are on the mesh without the axis."""
+        """A call, divided into parts; `ready`: the parameters are on the mesh without the axis; `runs`: its plan has tasks."""
         schedule, names = self._schedule_of(along.size), _paths(how, params)
         count = 0 if how is None else len(params[0])
         params = params if ready else _without(params, along, names, True)
@@ -338,12 +339,12 @@ class Pipelined:
         name = getattr(self._f, "__name__", type(self._f).__name__)
 
         def made(within: bool = False) -> Staged:
-            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto"
+            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto", runs
             found = Staged(call, varying, count, names, homes, along, schedule, *how_cut)
             check_results(tree.paths(tree.unflatten(found.out_def, found.like), "result"), found.like, "pipeline")
             return found
 
-        return _Divided(leaves, (how, homes, along.mesh, _world(), call.key), made)
+        return _Divided(leaves, (how, homes, along.mesh, _world(), call.key, runs), made)
 
     def _agreed(self, divided: Callable[[], _Divided], along: AlongAxis) -> tuple[Staged, list[list[Any]]]:
         """The plan of a call, the same on all ranks, and for each part of the batch all leaves."""
@@ -425,7 +426,7 @@ class Pipelined:
         self, params: Any, batch: Any, kwargs: Any, specs: Sequence[P], placed: bool = False
     ) -> tuple[AlongAxis, Staged, list[int]]:
         """The plan for parameters that lie so on the other axes, of which only the shapes count (and the places on this one,
-        where they are `placed`), with the gradients of all; and in which order it has their leaves."""
+        where they are `placed`; else it has no tasks), with the gradients of all; and in which order it has their leaves."""
         self._check_around()
         mesh = self._mesh([params, batch, kwargs], runs=False) or context.current_mesh()
         if mesh is None or self._axis not in axes_of(mesh):
@@ -443,7 +444,7 @@ class Pipelined:
         homes = tuple(along.homes(leaves[i]) if placed else None for i in followed + rest)
         homes = tuple(None if home == tuple(range(along.size)) else home for home in homes)
         with self._on_rest(along):
-            divided = lambda: self._divided(f, how, given, batch, kwargs, along, homes, ready=True)
+            divided = lambda: self._divided(f, how, given, batch, kwargs, along, homes, ready=True, runs=placed)
             return along, self._agreed(divided, along)[0], followed + rest
 
     def _mesh(self, trees: Iterable[Any], runs: bool = True) -> Any:

@@ -240,16 +240,16 @@ class _Sized:
     def __init__(self, task: Task, kind: str, holds: Holds, made: dict[Any, _Gives], gradients: set[fx.Node]) -> None:
         self.inputs, self.outputs, self.last, self.dies = task.inputs, task.outputs, task.last, task.dies
         self.run = None
-        if task.graph is not None:
-            key = task.graph, frozenset(i for i, x in enumerate(task.inputs) if x in task.dies)
-            if key not in made:
-                made[key] = _Gives(*key)
-            self._gives, self._holds = made[key], holds
+        if (graph := task.graph) is not None:
+            self._graph, self._holds, self._made = graph, holds, made
             self._kinds = [ONCE if kind == PRE else GRADIENTS if x in gradients else KEPT for x in task.outputs]
             self.run = self._run
 
     def _run(self, given: list[SizedValue]) -> list[SizedValue]:
-        holds, gives = self._holds, self._gives
+        key = self._graph, self._mortal(given)
+        if key not in self._made:
+            self._made[key] = _Gives(*key)
+        holds, gives = self._holds, self._made[key]
         holds.add(WITHIN, gives.within)
         holds.add(WITHIN, -gives.within)
         pieces: list[HeldPiece | None] = [None] * len(gives.sizes)
@@ -262,6 +262,19 @@ class _Sized:
             lies = [piece for i in old for piece in lent[i]] + [pieces[i] for i in new]
             found.append(_value(holds, val, lies))  # type: ignore[arg-type]
         return found
+
+    def _mortal(self, given: list[SizedValue]) -> frozenset[int]:
+        """The places of the inputs with which memory is let go while the task runs: of several that lie in a piece the one that
+        is used last, if none of them stays."""
+        lying: dict[int, list[int]] = {}
+        for i, x in enumerate(given):
+            for piece in x.pieces:
+                lying.setdefault(id(piece), []).append(i)
+        dies = [x in self.dies for x in self.inputs]
+        last = [max(x.users, default=x) for x in self._graph.nodes if x.op == "placeholder"]
+        alive = {i for places in lying.values() if not all(map(dies.__getitem__, places)) for i in places}
+        alive |= {i for places in lying.values() for i in places if i != max(places, key=last.__getitem__)}
+        return frozenset(i for i, one in enumerate(dies) if one and i not in alive)
 
 
 class _Post:

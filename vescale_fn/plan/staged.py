@@ -53,6 +53,7 @@ class Staged:
         within: whether another recording is at work, of which a step will be a call: ranks compare this plan, and connect,
             when it first runs (`connect`).
         auto: whether a faster schedule is looked for when the stages are known, with each on the same rank.
+        runs: whether it has tasks; else it says alone how the function is cut.
 
     Attributes:
         totals: what it gives, the sums over the parts: of each plain tensor how it lies.
@@ -80,6 +81,7 @@ class Staged:
         gathers: str,
         within: bool = False,
         auto: bool = False,
+        runs: bool = True,
     ) -> None:
         self.along, self.schedule, self.name = along, schedule, name
         self.varying, self._parameters = frozenset(varying), len(homes)
@@ -108,13 +110,14 @@ class Staged:
         self._consensus.say(sides, f"the cuts {sorted(self.stages.behind)}")
         self.digest += 0 if within else 1 + self._consensus.heard()
         self._check_homes(names)
-        if auto:
+        if auto and runs:
             of_all = self._consensus.greatest
             self.schedule = found_for(graph, self.stages, along.size, schedule.microbatches, of_all)
-        self._make_tasks(gradients > 0)
         self._note_totals(graph)
-        if not within:
-            self._connect()
+        if runs:
+            self._make_tasks(gradients > 0)
+            if not within:
+                self._connect()
         recorded.end()
 
     # --- making it --------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,15 +72,24 @@ class Rewriting:
         """
         if node is new or node in self.fixed or new in self.fixed or not self._unnoticed(node, new):
             return False
-        before, now = self.roots(node), self.roots(new)
+        shown = set(self._shown(node)) if self.roots(node) != self.roots(new) else set()
+        self.leaving.subtract(root for x in shown for root in self.roots(x))
         if node in self.outputs:
             self.outputs.remove(node)
             self.outputs.add(new)
         node.replace_all_uses_with(new)
+        self.leaving.update(root for x in shown for root in self.roots(new if x is node else x))
         self.graph.erase_node(node)
-        if before != now and any(self.leaving[root] for root in before):
-            del self.leaving
         return True
+
+    def _shown(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The results of the plan that are views of what a call gives, itself among them."""
+        if node in self.outputs:
+            yield node
+        for user in node.users:
+            for x in (user, *(part for part in user.users if part.target is operator.getitem)):
+                if x.op == "call_function" and node in viewed(x):
+                    yield from self._shown(x)
 
     def _unnoticed(self, node: fx.Node, new: fx.Node) -> bool:
         if node in self.outputs and (new in self.outputs or new.op == "placeholder"):
