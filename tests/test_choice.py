@@ -7,10 +7,14 @@ from whole import some
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core.arrays.layout_solver import solved
 from vescale_fn.choice.apply import applied
-from vescale_fn.choice.layouts import CallLayout, Layouts
+from vescale_fn.choice.apply_calls import operands
+from vescale_fn.choice.moves import moves
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.rules_text import given, rules_of
+from vescale_fn.choice.search.described import described
+from vescale_fn.choice.search.layouts import CallLayout, Layouts
 
 AXES = {"dp": 2, "tp": 2}
 
@@ -37,7 +41,12 @@ RECORDED = record(step, W, X, 0.5)
 LAYOUTS = Layouts(
     AXES,
     (P(None, "tp"), P("dp"), None),
-    {"mm_default": CallLayout((P("dp"), P(None, "tp")), (P("dp", "tp"),))},
+    {
+        "mm_default": CallLayout((P("dp"), P(None, "tp")), (P("dp", "tp"),)),
+        "mul_tensor_1": CallLayout(
+            (P(None, "tp", unreduced={"dp"}),), (P(None, "tp", unreduced={"dp"}),)
+        ),  # by a float
+    },
     (P(), P(None, "tp")),
 )
 
@@ -143,3 +152,69 @@ def test_rules_give_exactly_the_specs():
         (".*", P()),
     ]
     assert given(rules, specs) == specs
+
+
+def voted(recorded, axes, inputs, stated, outputs):
+    """The layouts that the rules' votes come to, with arguments of some calls stated."""
+    lies, chosen = dict(zip(recorded.placeholders, inputs)), {}
+    for one in described(recorded.graph):
+        if not one.is_input:
+            ins = stated.get(one.node.name) or [lies[x] for x in operands(one.node)]
+            found = solved(one.rule, list(zip(ins, one.shapes)), [tuple(x.shape) for x in one.outs], axes, ())
+            chosen[one.node.name] = CallLayout(tuple(found.targets), tuple(found.outs))
+            lies[one.node] = found.outs[0]
+    return Layouts(axes, inputs, chosen, outputs)
+
+
+def two_products(p, x, y, down=lambda w: w, out=lambda y: y):
+    h = torch.relu(x @ p["up"])
+    return (out(h @ down(p["down"])) - y).square().mean()
+
+
+def updated(**moved):
+    def step(p, x, y):
+        loss, gradient = vfn.value_and_grad(lambda p: two_products(p, x, y, **moved))(p)
+        return loss, vfn.tree.map(lambda p, g: p - 0.1 * g, p, gradient)
+
+    return step
+
+
+D, COLUMNS = P("d"), P(None, "d")
+WRITTEN = {
+    "gathered weights": (
+        None,
+        {},
+        (D, D, D, D),
+        {name: [D, P()] for name in ("mm_default", "mm_default_1", "mm_default_3")}
+        | {"mul_tensor_1": [D], "mul_tensor_2": [D]},
+        (P(), D, D),
+    ),
+    "a split sequence": (
+        ("what mm gives", D, "sub"),
+        {"out": lambda y: vfn.with_sharding(y, D)},
+        (D, COLUMNS, P(), D),
+        {"sub_tensor": [D, D], "mm_default_2": [D, P()], "mm_default_3": [P(), COLUMNS]},
+        (P(), D, COLUMNS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_with_its_moves_written_a_step_communicates_as_in_the_layout(name):
+    said, moved, inputs, stated, outputs = WRITTEN[name]
+    randn = lambda *shape: torch.randn(shape, dtype=torch.float64)
+    args = {"down": randn(32, 16), "up": randn(16, 32)}, randn(64, 16), randn(64, 16)
+    recorded = record(updated(), *args)
+    layouts = voted(recorded, {"d": 4}, inputs, stated, outputs)
+    found = [(one.value[:13], one.spec, one.op, one.backward) for one in moves(recorded, layouts)]
+    assert found == ([(*said, False)] if said else [])
+    with vfn.simulate(4):
+        mesh = vfn.make_mesh(4, "d")
+        given = vfn.shard(args, mesh, ({"down": inputs[0], "up": inputs[1]}, *inputs[2:]))
+        logs = []
+        for f in (applied(recorded, layouts), updated(**moved), updated()):
+            with vfn.comm_log() as log:
+                f(*given)
+            logs.append({op: log.bytes(op) for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")})
+    assert logs[0] == logs[1]
+    assert (logs[0] != logs[2]) == bool(said)

@@ -26,8 +26,8 @@ from ..plan.tracing import ambient
 from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.traced_float import Number
 from .apply_calls import Calls, operands, results
-from .layouts import Layouts
 from .recording import Recording
+from .search.layouts import Layouts
 
 _RECORD = "a choice for these arguments"
 _SETTINGS = [ambient.NAMES.index(name) for name in ("torch's default dtype", "autocast")]
@@ -116,8 +116,10 @@ class Applied:
         given = (args, kwargs) if kwargs else (args,)
         leaves, treedef = opened(given, "choice", lambda: tree.paths(given, "args"), numpy=True, modules=True)
         mesh = self._checked(leaves, treedef)
-        made = self._run(self._inputs(leaves, mesh), mesh)
-        return tree.unflatten(self.recorded.recorded.out_def, self._outputs(made, leaves, mesh))
+        with torch.no_grad(), _lines() as at:
+            made = self._run(self._inputs(leaves, mesh), mesh, at)
+            found = self._outputs(made, leaves, mesh, at)
+        return tree.unflatten(self.recorded.recorded.out_def, found)
 
     # --- what it is given ---------------------------------------------------------------------------------------------
 
@@ -185,30 +187,33 @@ class Applied:
 
     # --- running it ---------------------------------------------------------------------------------------------------
 
-    def _run(self, given: Sequence[Any], mesh: Any) -> list[Any]:
+    def _run(self, given: Sequence[Any], mesh: Any, at: Callable[[fx.Node], None]) -> list[Any]:
         """What the graph gives."""
         run, stated = Calls(mesh, self._hot), self.layouts.calls
         for node, x in zip(self.recorded.placeholders, given, strict=True):
             run.hold(node, x)
-        with torch.no_grad(), _lines() as at:
-            for node in self._nodes:
-                at(node)
-                run.hold(node, run.run(node, stated.get(node.name)))
-                for x in self._ends.get(node, ()):
-                    run.forget(x)
+        for node in self._nodes:
+            at(node)
+            run.hold(node, run.run(node, stated.get(node.name)))
+            for x in self._ends.get(node, ()):
+                run.forget(x)
         gives: Any = output(self.recorded.graph).args[0]
         return [run.given(x) for x in gives]
 
-    def _outputs(self, made: Sequence[Any], leaves: Sequence[Any], mesh: Any) -> list[Any]:
+    def _outputs(
+        self, made: Sequence[Any], leaves: Sequence[Any], mesh: Any, at: Callable[[fx.Node], None]
+    ) -> list[Any]:
         """The leaves of the result."""
         recorded, found = self.recorded.recorded, list[Any]()
         specs = self.layouts.outputs or (None,) * len(recorded.results)
-        for how, spec in zip(recorded.results, specs, strict=True):
+        for how, spec, node in zip(recorded.results, specs, self.recorded.results, strict=True):
             if isinstance(how, leaves_.Result):
                 x = made[how.places[0]]
             else:
                 x = leaves[how[1]] if how[0] == "input" else how[1]
             if spec is not None and isinstance(x, torch.Tensor):
+                if node is not None and node.op == "call_function":
+                    at(node)
                 x = place(x, mesh, normal(spec, self.layouts.mesh, x.shape), "a result of the step")
             found.append(x)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from .._core.sharding.layout import WHOLE, type_text
 from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
 from ..plan.ir.graph import Step, is_aten, name_of, value, written
-from .layouts import CallLayout
+from ..plan.tracing.traced_float import Number
+from .search.layouts import CallLayout
 
 _NOT_SO = "a call cannot be carried out as the layout says"
+_BEHIND = -1  # the number of the repetition that a backward pass is
 _LEFT_OUT = "leave it out of Layouts.calls, and it runs as the rules vote"
 
 
@@ -71,6 +74,8 @@ class Calls:
         self.mesh, self.hot, self.axes = mesh, hot, axes_of(mesh)
         self._values: dict[fx.Node, Any] = {}
         self._moved: dict[tuple[fx.Node, P], Any] = {}
+        self._before: set[tuple[fx.Node, P]] = set()  # what moved in the forward pass
+        self._behind = False  # whether the forward pass is over
         self._decided: dict[Any, Any] = {}
 
     def hold(self, node: fx.Node, x: Any) -> None:
@@ -96,6 +101,9 @@ class Calls:
     def run(self, node: fx.Node, stated: CallLayout | None) -> Any:
         """What a call gives: laid out as stated, or as the rules vote."""
         func: Any = node.target
+        if not self._behind and "backward" in node.meta:  # what was gathered is gathered again, and not held until then
+            self._behind, self._before = True, set(self._moved)
+            self._moved.clear()
         if func is operator.getitem:
             whole, part = node.args
             out = self._values[whole][part]  # type: ignore[index]
@@ -111,7 +119,7 @@ class Calls:
             return func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
         given = [self._brought(x, spec, node) for x, spec in zip(nodes, stated.ins, strict=True)]
         each = iter(given)
-        take = lambda x: next(each) if isinstance(value(x), torch.Tensor) else self.given(x)
+        take = lambda x: next(each) if isinstance(value(x), torch.Tensor) else _as_torch_sees(self.given(x))
         args, kwargs = filled(node.args, take), filled(node.kwargs, take)
         if written(node) or any(x in self.hot for x in nodes):
             return self._laid_out(node, func(*args, **kwargs), stated.outs, stays=True)
@@ -132,7 +140,9 @@ class Calls:
                 with torch_internals.unrecorded():
                     self._decided[key] = decide_as(node.target, args, kwargs, ins, outs)
             except NotAllowed as why:
-                raise self.unfit(node, stated, str(why)) from None
+                if any(ins) or any(one.unreduced for one in (*ins, *outs)):
+                    raise self.unfit(node, stated, str(why)) from None
+                self._decided[key] = None  # of whole arguments every rank can make all, and keep its part
         return self._decided[key]
 
     def _same(self, a: P, b: P, x: torch.Tensor) -> bool:
@@ -159,7 +169,8 @@ class Calls:
         if found is None:
             target = normal(spec, self.axes, x.shape)
             why = reason(caller.target, tuple(x.shape), x.dtype, spec_of(x), target)
-            local = in_order(brought(x, target, why), x)
+            with _again() if (node, spec) in self._before else nullcontext():
+                local = in_order(brought(x, target, why), x)
             found = self._moved[node, spec] = wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
         return found
 
@@ -208,6 +219,25 @@ class Calls:
                 "choice", _NOT_SO, [f"{node.name}: {name_of(node)}({ins}) -> {outs}: {why}, {_where(node)}"], _LEFT_OUT
             )
         )
+
+
+@contextmanager
+def _again() -> Iterator[None]:
+    """Within the block, what is recorded repeats on purpose what was done before."""
+    recorder: Any = torch_internals.recorder()
+    if recorder is None or recorder.said_again is not None:
+        yield
+        return
+    recorder.said_again = _BEHIND
+    try:
+        yield
+    finally:
+        recorder.said_again = None
+
+
+def _as_torch_sees(x: Any) -> Any:
+    """A float that is an input of a plan as the value that stands for it, by which the recorder knows it again."""
+    return float.__add__(x, 0.0) if isinstance(x, Number) else x
 
 
 def _where(node: fx.Node) -> str:

@@ -31,7 +31,7 @@ def rules_of(specs: Mapping[str, P]) -> list[Rule]:
         return []
     kinds: dict[_Parts, dict[str, P]] = {}
     for path, spec in specs.items():
-        kinds.setdefault(_kind(path), {})[path] = spec
+        kinds.setdefault(kind_of(path), {})[path] = spec
     usual = {kind: Counter(found.values()).most_common(1)[0][0] for kind, found in kinds.items()}
     apart = {path: spec for kind, found in kinds.items() for path, spec in found.items() if spec != usual[kind]}
     rules = [*_exceptions(apart), *_of_kinds(usual)]
@@ -48,7 +48,7 @@ def given(rules: Sequence[Rule], paths: Iterable[str]) -> dict[str, P]:
     return found
 
 
-def _kind(path: str) -> _Parts:
+def kind_of(path: str) -> _Parts:
     """A path without the numbers of layers."""
     return tuple("" if part.isdigit() else part for part in path.split("."))
 

@@ -12,9 +12,9 @@ import torch
 from ..._core.base.errors import VfnError
 from ..._core.base.messages import report
 from ...plan.ir.memory_use import bytes_text
-from ..layouts import CallLayout, Layouts
 from .described import source
 from .held import HeldBytes, held
+from .layouts import CallLayout, Layouts
 from .moves import spec_of_dims
 from .program import Program, program
 from .solver import Choices

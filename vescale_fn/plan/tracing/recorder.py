@@ -594,6 +594,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         self._count(func, line)
         name = about.node if func is about.op else None
         node = self.graph.create_node("call_function", func, tuple(nodes), node_kwargs, name)
+        if torch_internals.in_backward_pass():
+            node.meta["backward"] = True
         return self._made(node, out, line, again)
 
     def _count(self, func: Any, line: str) -> None:

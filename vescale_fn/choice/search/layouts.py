@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .._core.sharding.spec import P
+from ..._core.sharding.spec import P
 
 
 @dataclass(frozen=True)
