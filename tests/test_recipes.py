@@ -336,10 +336,6 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
         ("--schedule zbv", "--schedule is about a pipeline: it needs --parallel pp+... and --mesh pp=2,..."),
         ("--parallel pp --mesh pp=2 --schedule 2f2b", "argument --schedule: invalid choice: '2f2b'"),
         (
-            "--parallel pp --mesh pp=2 --deterministic 2",
-            "--parallel pp: the stages of a pipeline do not run with --deterministic or --elastic",
-        ),
-        (
             "--parallel pp --mesh pp=2 --accumulate 2",
             "--parallel pp: a pipeline has the parts of a batch already, --microbatches N: not with --accumulate",
         ),

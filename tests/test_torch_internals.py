@@ -543,6 +543,7 @@ CASES = {
     ),
     "function_mode_on": lambda: inside(torch.device("cpu"), door.function_mode_on) and not door.function_mode_on(),
     "function_tables": lambda: any(hasattr(table, "matmul") for table in door.function_tables),
+    "group_of_members": lambda: refused(ValueError, door.group_of_members, [0], None),  # tests/test_deterministic.py
     "group_timeout": lambda: refused(ValueError, door.group_timeout),
     "has_kernel": lambda: door.has_kernel(MM, "CPU"),
     "has_own_memory": lambda: (

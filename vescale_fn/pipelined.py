@@ -488,12 +488,12 @@ def _on_all(plan: Staged | None, along: AlongAxis, name: str, failure: Exception
     digest, communicator = 0 if plan is None else plan.digest, communicator_of(along.mesh)
     if (watch := context.watch()) is not None:
         watch.compare(communicator.processes(), RankCall("pipeline: whether all ranks have the plan", "over all ranks"))
-    row = torch.tensor([digest, -digest, failure is not None], device=along.mesh.device_type)
+    row = communicator.held(torch.tensor([digest, -digest, failure is not None], device=along.mesh.device_type))
     found = communicator.carry_out(collectives.TABLE["all_reduce"], row, tuple(axes_of(along.mesh)), ("max",))
-    most, least, failed = found.tolist()
+    most, least, failed = communicator.parts(found)[0].tolist()
     if failed:
         said = "" if failure is None else str(failure) or type(failure).__name__
-        by_rank = [text for (text,) in communicator.everyone([[said]], "pipeline")]
+        by_rank = [text for (text,) in communicator.everyone([[said] * len(communicator.ranks)], "pipeline")]
         if failure is not None:
             raise failure
         rank = next(rank for rank, text in enumerate(by_rank) if text)
@@ -515,11 +515,9 @@ def _made_anew(f: Callable[..., Any]) -> Callable[..., Any]:
 
 def _checked(mesh: Any, runs: bool = True) -> Any:
     """A mesh on which stages can be planned, and where it `runs` they are to run."""
-    if (runs and isinstance(mesh, AbstractMesh)) or communicator_of(mesh).by_tree:
-        abstract = isinstance(mesh, AbstractMesh)
-        kind = "an abstract mesh" if abstract else "a mesh under vfn.deterministic"
+    if runs and isinstance(mesh, AbstractMesh):
         fix = "piped.plan(params, *batch) says beforehand what a step takes; vfn.make_mesh, to run it"
-        raise TransformError(report("pipeline", f"stages do not run on {kind}", fix=fix if abstract else _INSTEAD))
+        raise TransformError(report("pipeline", "stages do not run on an abstract mesh", fix=fix))
     return mesh
 
 

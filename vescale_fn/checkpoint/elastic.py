@@ -21,6 +21,7 @@ from .._core.base.messages import described, report, short
 from .._core.base.state import process
 from .._core.distributed import ranks, spares
 from .._core.distributed.deterministic import deterministic
+from .._core.distributed.places import whole_mesh
 from . import memory_files
 from .buddies import Copies
 from .leaving import Leaving
@@ -153,7 +154,7 @@ def _group() -> Iterator[Any]:
 
 
 def _current_mesh(state: Any) -> Any:
-    meshes = {id(mesh): mesh for x in tree.leaves(state) if is_array(x) for mesh in [mesh_of(x)]}
+    meshes = {id(mesh): mesh for x in tree.leaves(state) if is_array(x) for mesh in [whole_mesh(mesh_of(x))]}
     return context.use_mesh(next(iter(meshes.values()))) if len(meshes) == 1 else contextlib.nullcontext()
 
 

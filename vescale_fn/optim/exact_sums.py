@@ -6,6 +6,7 @@ the layout decides: a gradient that is whole has another sum than the same one i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from .._core.arrays.array import mesh_of, wrap
 from .._core.base import context
 from .._core.distributed import collectives
 from .._core.distributed.mesh import communicator_of
+from .._core.distributed.places import whole_mesh
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.spec import P
 from .global_sums import added_up, is_seen, split_by
@@ -37,17 +39,23 @@ def norm(leaves: Sequence[Any], dtype: torch.dtype) -> Any:
     meshes: dict[Any, list[Any]] = {}
     for x in leaves:
         if x.numel():
-            meshes.setdefault(mesh_of(x), []).append(x)
+            meshes.setdefault(whole_mesh(mesh_of(x)), []).append(x)
     total: Any = torch.zeros((), dtype=torch.float64, device=leaves[0].device)
     for mesh, own in meshes.items():
-        largest = _largest(own, mesh)
-        by = torch.where(largest > 0, largest, 1.0).unbind()
+        places: dict[Any, list[int]] = {}
+        for i, x in enumerate(own):
+            places.setdefault(mesh_of(x), []).append(i)
+        by_place = [_largest([own[i] for i in at], place) for place, at in places.items()]
         sizes = [2.0 ** (62 - (x.numel() - 1).bit_length()) for x in own]
-        sums = [
-            torch.square(x.to(torch.float64) / divisor).mul(size).round().to(torch.int64).sum()
-            for x, divisor, size in zip(own, by, sizes)
-        ]
+        sums: list[Any] = [None] * len(own)
+        for of_place, at in zip(by_place, places.values()):
+            for i, divisor in zip(at, torch.where(of_place > 0, of_place, 1.0).unbind(), strict=True):
+                sums[i] = torch.square(own[i].to(torch.float64) / divisor).mul(sizes[i]).round().to(torch.int64).sum()
         whole = added_up(sums, mesh, torch.stack).to(torch.float64)
+        largest = by_place[0]
+        if len(places) > 1 or mesh not in places:  # in the order of the leaves, wherever they are
+            order = sorted(range(len(own)), key=list(itertools.chain(*places.values())).__getitem__)
+            largest = added_up(by_place, mesh, torch.cat)[torch.tensor(order, device=whole.device)]
         found = whole / torch.tensor(sizes, dtype=torch.float64, device=whole.device) * torch.square(largest)
         total = total + torch.where(torch.isfinite(largest), found, largest).sum()
     return torch.sqrt(total).to(dtype)

@@ -21,7 +21,7 @@ from .._core.base import context, tree
 from .._core.base.containers import opened
 from .._core.base.errors import VfnError
 from .._core.base.messages import described, report
-from .._core.distributed.blocks import Blocks
+from .._core.distributed.blocks import Blocks, of_each
 from .._core.distributed.places import is_elsewhere, nothing
 from .._core.sharding.layout import layout, spec_for
 from .optimizer import is_trained
@@ -290,7 +290,8 @@ def _array(leaf: Any, local: Any) -> Any:
     """What a rank has computed of a leaf, laid out as the leaf."""
     spec = torch_internals.spec(leaf)
     if _is_elsewhere(leaf):
-        local = nothing(torch_internals.local(leaf).shape, local.dtype, local.device)
+        dtype, device = local.dtype, local.device
+        local = of_each(lambda block: nothing(block.shape, dtype, device), torch_internals.local(leaf))
     if local.dtype != leaf.dtype:
         spec = spec_for(spec.mesh, layout(spec), leaf.shape, spec.tensor_meta.stride, local.dtype)
     return torch_internals.new_dtensor(Array, local, spec)

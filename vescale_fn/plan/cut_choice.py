@@ -10,6 +10,7 @@ from torch import fx
 
 from .._core.base.errors import TransformError
 from .._core.base.messages import count_text, report, short
+from .._core.distributed.collectives import Collective
 from .ir.costs import rates, seconds
 from .stages import B, CutStep, F, Stages, W, cut_into
 
@@ -73,7 +74,12 @@ def _times(step: CutStep, stages: Stages) -> list[float]:
     that sums the loss would outweigh the layers of a small model."""
     of = rates(step.graph)
     of = replace(of, collective=of.call)
-    return [sum(seconds(node, of) for kind in (F, B, W) for node in stages.tasks[kind, s]) for s in range(stages.count)]
+    tasks = [[node for kind in (F, B, W) for node in stages.tasks[kind, s]] for s in range(stages.count)]
+    if not step.of_ranks:
+        return [sum(seconds(node, of) for node in nodes) for nodes in tasks]
+    takes = lambda node: of.call if isinstance(node.target, Collective) else seconds(node, of)
+    by_rank = [[sum(takes(node) for node in nodes if node in own) for nodes in tasks] for own in step.of_ranks]
+    return [max(column) for column in zip(*by_rank, strict=True)]
 
 
 def _fitting(stages: Stages, placement: Sequence[int], homes: Mapping[fx.Node, Sequence[int]]) -> list[set[int]]:

@@ -15,7 +15,7 @@ from .._core.arrays.array import mesh_of
 from .._core.base import no_values, source_lines, tree
 from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.distributed.mesh import communicator_of, root
-from .._core.distributed.places import PlacedMesh, is_elsewhere, is_stand_in, place_of
+from .._core.distributed.places import PlacedMesh, PlacedPlayedMesh, is_elsewhere, is_stand_in, place_of
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
@@ -94,7 +94,7 @@ class Plan:
         self._in_part = any(one.holds_blocks and not one.all_here for one in known)
         self._apart = False
         self.places = _placed_meshes(leaves, recorded)
-        self._placed = any(isinstance(mesh, PlacedMesh) for mesh in self.places)
+        self._placed = any(isinstance(mesh, (PlacedMesh, PlacedPlayedMesh)) for mesh in self.places)
         self._later: list[Pass] = []  # what comes after what is elsewhere is taken out
         self.how = how
         self._mark_inputs(leaves)

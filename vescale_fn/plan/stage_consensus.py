@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -90,8 +89,7 @@ class Consensus:
             raise TransformError(
                 report("pipeline", what, fix="costs=vfn.schedules.Costs(...), or schedule=piped.plan(...).schedule")
             )
-        by_rank = [row[0] for row in communicator_of(self.mesh).everyone([[list(mine)]], "pipeline")]
-        return [max(column) for column in zip(*by_rank, strict=True)]
+        return [max(column) for column in zip(*self._everyone(list(mine)), strict=True)]
 
     def heard(self) -> int:
         """A digest of what has been said since, the same on all ranks; or raise where ranks say other things."""
@@ -109,23 +107,24 @@ class Consensus:
         """Whether the collectives of tasks, of which all ranks have all, are the same on those that carry them out."""
         if self.mesh is None:
             return True
-        everyone = communicator_of(self.mesh).everyone([[[(one.order, one.groups) for one in tasks]]], "pipeline")
-        return parted([row[0] for row in everyone]) is None
+        return parted(self._everyone([(one.order, one.groups) for one in tasks])) is None
+
+    def _everyone(self, mine: Any) -> list[Any]:
+        """What each rank of the mesh has to say; asked by all."""
+        communicator = communicator_of(self.mesh)
+        return [row[0] for row in communicator.everyone([[mine] * len(communicator.ranks)], "pipeline")]
 
     def _same(self, said: Sequence[tuple[str, str]], of_all: str) -> int:
         if self.mesh is None:
             return 0
-        everyone = functools.partial(communicator_of(self.mesh).everyone, why="pipeline")
-        digests, texts = zip(
-            *(row[0] for row in everyone([[(digest([what for what, _ in said]), of_all)]])), strict=True
-        )
+        digests, texts = zip(*self._everyone((digest([what for what, _ in said]), of_all)), strict=True)
         if (other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None)) is not None:
             shown = [f"rank {rank}: {texts[rank]}" for rank in (0, other)]
             fix = "the same arguments of vfn.pipeline on every rank, and cuts=[...] where their blocks differ in size"
             raise DivergenceError(report("pipeline", f"ranks do not cut or run {self.name} alike", shown, fix))
         apart = [(line[0], rank) for line in self.along.lines for rank in line if digests[rank] != digests[line[0]]]
         if apart:
-            by_rank = [row[0] for row in everyone([[list(said)]])]
+            by_rank = self._everyone(list(said))
             calls = itertools.zip_longest(*(by_rank[rank] for rank in apart[0]), fillvalue=("none", ""))
             differing = next(pair for pair in calls if pair[0][0] != pair[1][0])
             shown = [f"rank {at}: {', at '.join(filter(None, one))}" for at, one in zip(apart[0], differing)]

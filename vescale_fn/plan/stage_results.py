@@ -24,18 +24,13 @@ def at_places(staged: Staged, sums: Sequence[torch.Tensor | None]) -> list[Any]:
         shape = blocks[0].shape if made.spec is None else made.spec.tensor_meta.shape
         local: Any = blocks[0]
         if along.simulated:
-            local = Blocks([local] * _ranks(along)) if made.spec is None else leaves_.of_ranks(blocks, made.spec)
+            local = Blocks([local] * len(along.played)) if made.spec is None else leaves_.of_ranks(blocks, made.spec)
         found.append(along.at(staged.owners[places[0]], local, WHOLE if made.spec is None else made.lies, shape))
     return found
 
 
 def _held(x: torch.Tensor | None, lies: Any) -> torch.Tensor:
     return nothing(lies.shape, lies.dtype, lies.device) if x is None else x
-
-
-def _ranks(along: Any) -> int:
-    """How many ranks there are at each place of the axis."""
-    return len(along.lines)
 
 
 def recorded(recorder: Any, staged: Staged, given: Sequence[tuple[int | None, Any, Any]], count: int) -> list[Any]:

@@ -20,6 +20,7 @@ from .._core.sharding.layout import contiguous_stride
 from ..schedules.actions import actions_of
 from .auto_schedule import found_for
 from .cut_choice import chosen
+from .ir.calls_of_rank import calls_of_rank
 from .ir.graph import output
 from .ir.nested import all_collectives, everywhere
 from .message_log import Logged, Messages
@@ -131,11 +132,11 @@ class Staged:
             for action in actions_of(task)
             if gradients or action.kind == F
         ]
-        self._mine = [action for rank, action in self.order if along.all_here or rank == along.me]
+        self._mine = [action for place, action in self.order if along.plays(place)]
         self.bodies = TaskBodies()
         used = [{action.kind for _, action in self.order if action.stage == s} for s in range(self.stages.count)]
         self.all_tasks = [tasks_of(self.stages, s, kinds, self.bodies) for s, kinds in enumerate(used)]
-        mine = [s for s, rank in enumerate(placement) if along.all_here or rank == along.me]
+        mine = [s for s, place in enumerate(placement) if along.plays(place)]
         self.tasks: dict[int, dict[str, Task]] = {s: self.all_tasks[s] for s in mine}
         self._needed = {x for own in self.tasks.values() for task in own.values() for x in task.inputs}
         self._needed.update(self.stages.values, (term.node for terms in self.stages.parts for term in terms))
@@ -178,13 +179,15 @@ class Staged:
         self._run = StageTasks(self.stages, self.tasks)
         if along.all_here:
             return
-        placement, ends = self.schedule.placement, dict[tuple[int, int], End]()
-        for pair in edges(self.stages, placement):
+        players, ends = [along.players[place] for place in self.schedule.placement], dict[tuple[int, int], End]()
+        for pair in edges(self.stages, players):
             group = edge_group(along.mesh, along.axis, *pair, dist.group.WORLD)
             if along.me in pair:
                 ends[pair] = End.of(group, along.ranks[pair[pair[0] == along.me]])
-        rows = [[action for rank, action in self.order if rank == place] for place in range(along.size)]
-        self._routes = MessageRoutes(self.stages, placement, rows, along.me, ends)
+        rows: list[list[Any]] = [[] for _ in range(1 + max(along.players))]
+        for place, action in self.order:
+            rows[along.players[place]].append(action)
+        self._routes = MessageRoutes(self.stages, players, rows, along.me, ends)
 
     def connect(self) -> None:
         """Compare with other ranks what was recorded within another recording, and connect with them."""
@@ -229,12 +232,23 @@ class Staged:
         self.like = [nodes[made.places[0]].meta["val"] for made in self.results]
         of_parameters = {x: i for i, xs in self.places for x in xs if i < self._parameters}
         batch = frozenset(x for i, xs in self.places for x in xs if i in self.varying)
-        return CutStep(graph, values, grads, of_parameters, batch, gathers)
+        return CutStep(graph, values, grads, of_parameters, batch, gathers, self._of_ranks(nodes))
+
+    def _of_ranks(self, nodes: Sequence[fx.Node]) -> list[set[fx.Node]]:
+        """The calls of each rank that this process plays, where another number of processes would play others."""
+        found: list[set[fx.Node]] = []
+        for at in range(len(self.along.played)) if self.along.by_tree else ():
+            own = []
+            for made in self.results:
+                holders = range(len(made.places)) if made.spec is None else leaves_.first_holders(made.spec)
+                own.append(nodes[made.places[list(dict.fromkeys(holders)).index(holders[at % len(holders)])]])
+            found.append(calls_of_rank(at, own))
+        return found
 
     @property
     def played(self) -> int:
         """How many ranks at each place of the axis this process plays."""
-        return len(self.along.lines) if self.along.simulated else 1
+        return len(self.along.played) if self.along.simulated else 1
 
     def uses(self) -> list[set[int]]:
         """For each parameter the coordinates on the axis whose stages use it."""
@@ -293,7 +307,8 @@ class Staged:
             (fixed if part is None else own[part])[node] = x
         placement, along = self.schedule.placement, self.along
         along.begin()
-        post: Any = Here() if along.all_here else Between(self._routes)
+        post: Any = Here(self.stages if along.by_tree else None)
+        post = post if along.all_here else Between(self._routes, post)
         if logs := context.logs():
             messages = Messages(self.stages, placement, along.axis, self.played)
             post = Logged(post, messages, logs, receives=not along.all_here)

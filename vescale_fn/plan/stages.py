@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class CutStep:
         parameters: the inputs that belong to a parameter, with its number.
         batch: the inputs that differ from part to part.
         gathers: how often parameters are gathered: once a "step"; or by each task of each "microbatch" that uses them.
+        of_ranks: the calls of each rank, where processes play several: what is decided is not to depend on how many.
     """
 
     graph: fx.Graph
@@ -66,6 +67,7 @@ class CutStep:
     parameters: dict[fx.Node, int]
     batch: frozenset[fx.Node]
     gathers: str = "step"
+    of_ranks: Sequence[Container[fx.Node]] = ()
 
 
 @dataclass

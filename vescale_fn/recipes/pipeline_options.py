@@ -27,8 +27,6 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         return
     if ranks < 2:
         parser.error(f"{parallel} needs ranks for at least two stages: --mesh pp=2,...")
-    if options.deterministic:
-        parser.error(f"{parallel}: the stages of a pipeline do not run with --deterministic or --elastic")
     if options.accumulate > 1:
         parser.error(
             f"{parallel}: a pipeline has the parts of a batch already, --microbatches N: not with --accumulate"

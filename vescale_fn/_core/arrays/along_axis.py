@@ -16,6 +16,7 @@ from ..distributed.blocks import Blocks
 from ..distributed.communicator import groups
 from ..distributed.mesh import communicator_of, mesh_name
 from ..distributed.places import at_of, at_place, is_elsewhere, place_of, whole_mesh
+from ..distributed.teams import PlayedPart, shares_along
 from ..sharding.index_map import axes_of
 from ..sharding.layout import type_text
 from ..sharding.spec import P, axes_named, with_place
@@ -30,23 +31,46 @@ class AlongAxis:
         size: of the axis.
         lines: for each place on the other axes the ranks along this one, by their places in the mesh.
         all_here: whether this process plays all ranks.
-        simulated: whether it does so with a block for each.
-        me: this process's place on the axis; 0 where it plays all.
-        ranks: the ranks of the world along the axis, where this process is one of them.
+        simulated: whether it plays ranks with a block for each.
+        by_tree: whether what is computed is to have the same bits whoever plays the ranks.
+        played: of the `lines` those of which this process plays ranks, by their numbers.
+        ranks: the processes along the axis, by their ranks of the world, where this one is one of several.
+        players: for each place on the axis, which of these plays it; 0 where none but this one does.
+        me: which of these this process is.
     """
 
     def __init__(self, mesh: Any, axis: str) -> None:
         self.mesh, self.axis = mesh, axis
         names = tuple(name for name in axes_of(mesh) if name != axis)
+        communicator = communicator_of(mesh)
+        of_each = None if communicator.all_here or not communicator.by_tree else shares_along(mesh, (axis,))
         self.rest = mesh[names] if names else None
         self.size = axes_of(mesh)[axis]
         self.lines = groups(mesh, (axis,))
         self._is_running = False
-        communicator = communicator_of(mesh)
         self.simulated, self.all_here = communicator.holds_blocks, communicator.all_here
+        self.by_tree = communicator.by_tree
         communicator.check_takes_part()
-        self.me = 0 if self.all_here else mesh.get_coordinate()[tuple(axes_of(mesh)).index(axis)]
         self.ranks: Sequence[int] = () if self.all_here else communicator.processes((axis,))
+        self.played, self.players, self.me = range(len(self.lines)), tuple(range(self.size)), 0
+        if self.all_here:
+            self.players = (0,) * self.size
+        elif of_each is not None:
+            self._share_out(of_each, mesh.process[0])
+        else:
+            self.me = mesh.get_coordinate()[tuple(axes_of(mesh)).index(axis)]
+
+    def _share_out(self, of_each: Sequence[PlayedPart], me: int) -> None:
+        """Find who of the processes that play some ranks each plays which place."""
+        mine = of_each[me]
+        self.played = range(*mine.run)
+        beside = [share.places for share in of_each if share.run == mine.run]
+        self.players = tuple(next(i for i, places in enumerate(beside) if at in places) for at in range(self.size))
+        self.me = self.players[mine.places[0]]
+
+    def plays(self, place: int) -> bool:
+        """Whether this process plays the ranks at a place of the axis."""
+        return self.players[place] == self.me
 
     def begin(self) -> None:
         """A step begins; or raise where messages of one that has failed may be under way, which it would take for its own."""
@@ -93,14 +117,14 @@ class AlongAxis:
             return x
         local: Any = torch_internals.local(x)
         if self.simulated:
-            whole = place_of(torch_internals.mesh(x)) is None
-            first = [local.blocks[line[0]] for line in self.lines] if whole else list(local.blocks)
+            first = list(local.blocks)
+            if place_of(torch_internals.mesh(x)) is None:
+                at, here = self.players.index(self.me), communicator_of(self.mesh).ranks[0]
+                first = [local.blocks[self.lines[i][at] - here] for i in self.played]
             local = Blocks(first) if self.rest is not None else first[0]
         if self.rest is not None:
             return wrap(local, self.rest, spec_of(x), x.shape, _stride(x))
-        if (
-            is_elsewhere(torch_internals.mesh(x)) and not torch_internals.is_recorded()
-        ):  # which that takes as where it is
+        if is_elsewhere(torch_internals.mesh(x)) and not torch_internals.is_recorded():  # which takes it as where it is
             return no_values.empty(x.shape, _stride(x), x.dtype, local.device)
         if local.stride() != _stride(x):
             local = torch.empty_strided(x.shape, _stride(x), dtype=x.dtype, device=local.device).copy_(local)

@@ -572,8 +572,9 @@ def _joined_size(
 
 def _stand_in(shape: torch.Size, dtype: torch.dtype, mesh: Any, spec: P) -> Array:
     """An array at another place than this rank."""
-    size = local_shape(shape, axes_of(mesh), spec, coordinates(mesh, communicator_of(mesh).ranks[0]))
-    return wrap(nothing(size, dtype, torch.device(mesh.device_type)), mesh, spec, shape)
+    communicator, device = communicator_of(mesh), torch.device(mesh.device_type)
+    sizes = [local_shape(shape, axes_of(mesh), spec, coordinates(mesh, rank)) for rank in communicator.ranks]
+    return wrap(communicator.joined([nothing(size, dtype, device) for size in sizes]), mesh, spec, shape)
 
 
 def from_blocks(

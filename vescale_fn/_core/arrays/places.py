@@ -125,11 +125,15 @@ def stand_ins(mesh: Any, outs: Sequence[Any], tensors: Sequence[Any], kwargs: di
     there = next((x.device for x in tensors if x.device.type == "meta"), mesh.device_type)
     wanted = kwargs.get("device")
     device = torch.device(there if wanted is None else wanted)  # torch asks for shapes on its meta device
-    place, found = coordinates(mesh, communicator_of(mesh).ranks[0]), list[Any]()
+    communicator, found = communicator_of(mesh), list[Any]()
     for spec in outs:
         meta = getattr(spec, "tensor_meta", None)
         if meta is not None:
-            spec = nothing(local_shape(tuple(meta.shape), axes_of(mesh), layout(spec), place), meta.dtype, device)
+            sizes = [
+                local_shape(tuple(meta.shape), axes_of(mesh), layout(spec), coordinates(mesh, rank))
+                for rank in communicator.ranks
+            ]
+            spec = communicator.joined([nothing(size, meta.dtype, device) for size in sizes])
         found.append(spec)
     return found
 

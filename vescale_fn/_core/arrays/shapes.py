@@ -125,8 +125,10 @@ def on_mesh(shape: torch.Size, dtype: torch.dtype, spec: P, mesh: Any) -> Array:
     def made(rank: int) -> torch.Tensor:
         return no_values.empty(local(rank), contiguous_stride(local(rank)), dtype, device)
 
-    alone = communicator.is_elsewhere  # what it holds for each is a number
-    return wrap(made(communicator.ranks[0]) if alone else communicator.each(made, key=local), mesh, spec, shape)
+    if communicator.is_elsewhere:  # what it holds for each is a number
+        row = list(map(made, communicator.ranks))
+        return wrap(blocks.Blocks(row) if communicator.holds_blocks else row[0], mesh, spec, shape)
+    return wrap(communicator.each(made, key=local), mesh, spec, shape)
 
 
 def without_values(x: Any) -> Any:

@@ -108,6 +108,8 @@ def write_pieces(func: Any, args: Sequence[Any], kwargs: dict[str, Any], link: M
     if not communicator.holds_blocks:
         communicator.each(write, held, *local)
         return True
+    if communicator.is_elsewhere and not torch_internals.is_recorded():
+        return True
     for rank, block, *given in zip(communicator.ranks, *map(communicator.parts, (held, *local)), strict=True):
         if (place := torch_internals.memory(block)) not in done:
             done.add(place)

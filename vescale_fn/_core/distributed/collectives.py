@@ -361,6 +361,7 @@ def _note(
         not communicator.by_tree
         or getattr(mesh, "whole", mesh) is not mesh
         or mesh.cut
+        or mesh.place is not None
         or isinstance(x.blocks[0], NoValues)
     ):
         return

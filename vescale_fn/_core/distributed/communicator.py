@@ -150,6 +150,10 @@ class Communicator(ABC):
         """The processes, by their ranks of the world, that meet in a collective over `axes`, or over all; none where nothing
         travels."""
 
+    def lines(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Of all groups over `axes` the processes that meet there, by their ranks of the world; none where nothing travels."""
+        return []
+
     @abstractmethod
     def carry_out(
         self, kind: Kind, x: Any, axes: tuple[str, ...], params: Sequence[Any], later: bool = False, **how: Any

@@ -16,22 +16,25 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_internals
-from .communicator import groups
+from .mesh import communicator_of
 from .parcels import Parcel
 
 
 @functools.lru_cache(maxsize=256)
 def edge_group(mesh: Any, axis: str, source: int, target: int, default: Any) -> Any:
-    """The process group of a directed edge between two places of an axis, where this rank is at one; asked for by all ranks of
-    the mesh. `default` is the default process group: a new one makes new groups."""
-    flat = mesh.mesh.flatten().tolist()
-    most = timedelta(seconds=torch_internals.group_timeout(mesh.get_group(0)))
-    mine = None
-    for line in groups(mesh, [axis]):
-        pair = [flat[line[source]], flat[line[target]]]
-        made = dist.new_group(sorted(pair), timeout=most, use_local_synchronization=len(flat) < dist.get_world_size())
-        if dist.get_rank() in pair:
-            mine = made
+    """The process group of a directed edge between two of the processes that meet along an axis, by their places among them,
+    where this one is at one of these; asked for by all of the mesh. `default` is the default process group: a new one makes new
+    groups."""
+    communicator, mine = communicator_of(mesh), None
+    all_ = len(communicator.processes()) == dist.get_world_size()
+    most = timedelta(seconds=torch_internals.group_timeout(None if communicator.by_tree else mesh.get_group(0)))
+    for line in communicator.lines((axis,)):
+        pair = [line[source], line[target]]
+        if all_:
+            made = dist.new_group(sorted(pair), timeout=most)
+            mine = made if dist.get_rank() in pair else mine
+        elif dist.get_rank() in pair:
+            mine = torch_internals.group_of_members(pair, most)
     return mine
 
 

@@ -69,6 +69,14 @@ class Parcel:
         return [found[i] if i in found else _empty(one.shape, one) for i, one in enumerate(self.lies)]
 
 
+def as_arrived(x: torch.Tensor, lies: Lies) -> torch.Tensor:
+    """A value as it would lie behind a message: by that a kernel may choose how it computes."""
+    if x.stride() == lies.stride and x.data_ptr() % _ALIGNED == 0 and not (x.is_conj() or x.is_neg()):
+        return x
+    parcel = Parcel([lies])
+    return parcel.unpacked([one.clone() for one in parcel.packed([x])])[0]
+
+
 class _Way:
     """How values on a device travel: one as what carries it, several as bytes."""
 

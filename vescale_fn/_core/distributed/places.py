@@ -24,12 +24,15 @@ from ..base.op_arguments import mapped
 from ..base.saved_names import saved_as
 from ..sharding.index_map import axes_of
 from ..sharding.spec import At, P, place_text, without_place
+from . import blocks
 from .abstract_mesh import AbstractMesh
 from .blocks import Blocks
-from .communicator import Kind
-from .mesh import PlayedMesh, SimulatedMesh, is_part, mesh_name
+from .communicator import Kind, coordinates
+from .mesh import PlayedMesh, SimulatedMesh, communicator_of, is_part, mesh_name
 from .named_mesh import Mesh
 from .process_group import ProcessGroup
+from .several_ranks import SeveralRanks
+from .teams import shares_along
 
 
 class MeshPlace(NamedTuple):
@@ -109,9 +112,8 @@ _places: dict[tuple[int, At], Any] = {}  # each holds its whole mesh, so that it
 
 
 def _made(mesh: Any, at: At) -> Any:
-    if is_part(mesh) or isinstance(mesh, PlayedMesh):
-        why = "in a shard_map body" if is_part(mesh) else "under vfn.deterministic, whose processes play several ranks"
-        what = f"at={{{place_text(at)}}}: a value at one place of an axis is not known {why}"
+    if is_part(mesh):
+        what = f"at={{{place_text(at)}}}: a value at one place of an axis is not known in a shard_map body"
         raise MeshError(report("P", what, [f"on the {mesh_name(mesh)}"], "the value on all ranks: P() along this axis"))
     place, sizes = MeshPlace(mesh, at), axes_of(mesh)
     rest = tuple(name for name in sizes if name not in place.axes)
@@ -122,6 +124,8 @@ def _made(mesh: Any, at: At) -> Any:
     if isinstance(mesh, AbstractMesh):
         made = torch_internals.unattached_mesh(mesh.device_type, ranks, names, PlacedAbstractMesh, me)
         made.seen_from = me
+    elif isinstance(mesh, PlayedMesh):
+        made = _played(mesh, place, names, ranks)
     elif isinstance(mesh, SimulatedMesh):
         made = torch_internals.unattached_mesh(mesh.device_type, ranks, names, PlacedSimulatedMesh)
     else:
@@ -131,6 +135,21 @@ def _made(mesh: Any, at: At) -> Any:
         made.__class__ = PlacedMesh
         made.elsewhere = not place.holds(here)
     made.place = place
+    return made
+
+
+def _played(mesh: PlayedMesh, place: MeshPlace, names: tuple[str, ...], ranks: torch.Tensor) -> PlacedPlayedMesh:
+    """The placed mesh of ranks of which processes play several: each the copy at the first of its places, or a counterpart."""
+    of_each, me = shares_along(mesh, place.axes), mesh.process[0]
+    mine = of_each[max(me, 0)]
+    held = [at for at in place.positions if at in mine.places and me >= 0]
+    team = [
+        q for q, share in enumerate(of_each) if (held or mine.places)[0] in share.places
+    ]  # in the order of their runs
+    made = torch_internals.unattached_mesh(mesh.device_type, ranks, names, PlacedPlayedMesh, mine.run[0])
+    made.process = (team.index(me) if me >= 0 else -1, len(team))
+    made.world = tuple(mesh.world[q] for q in team) if mesh.world else tuple(team)
+    made.elsewhere = not held
     return made
 
 
@@ -166,6 +185,14 @@ class PlacedMesh(_Placed, Mesh):
 
 class PlacedSimulatedMesh(_Placed, SimulatedMesh):
     """The ranks at a place of a simulated mesh; where several have a copy, those of one of them are played."""
+
+
+class PlacedPlayedMesh(_Placed, PlayedMesh):
+    """The ranks at a place of a mesh of which processes play several; in processes that play none of them, counterparts."""
+
+    @property
+    def communicator(self) -> type[SeveralRanks]:  # type: ignore[override]
+        return SeveralElsewhere if self.elsewhere else SeveralRanks
 
 
 class PlacedAbstractMesh(_Placed, AbstractMesh):
@@ -238,6 +265,34 @@ class Elsewhere(ProcessGroup):
         return [[leaf[0] for leaf in mine]] * math.prod(axes_of(self.mesh).values())
 
 
+class SeveralElsewhere(SeveralRanks):
+    """The same for several counterparts that one process plays."""
+
+    is_elsewhere = True
+
+    def each(self, fn: Callable[..., Any], *values: Any, key: Callable[[int], Any] | None = None) -> Any:
+        if torch_internals.is_recorded():
+            return super().each(fn, *values, key=key)
+        return super().each(lambda rank, *local: stand_in(no_values.alone(fn, rank, *local)), *values, key=key)
+
+    def held(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            x = blocks.of_each(lambda block: block if isinstance(block, NoValues) else stand_in(block), x)
+        return super().held(x)
+
+    def joined(self, row: Sequence[torch.Tensor]) -> Any:
+        return Blocks(map(stand_in, row))
+
+    def carry_out(
+        self, kind: Kind, x: Any, axes: tuple[str, ...], params: Sequence[Any], later: bool = False, **how: Any
+    ) -> Any:
+        n = self.size(axes)
+        return Blocks(nothing(kind.result_shape(y.shape, n, params), y.dtype, y.device, own=True) for y in x.blocks)
+
+    def everyone(self, mine: Sequence[Sequence[Any]], why: str) -> list[list[Any]]:
+        return [[leaf[0] for leaf in mine]] * math.prod(axes_of(self.mesh).values())
+
+
 # --- local values of a place, and of all ranks ------------------------------------------------------------------------
 
 
@@ -260,19 +315,32 @@ def _counterparts(place: MeshPlace) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(first[i] for i in sorted(first)), tuple(back)
 
 
+@functools.lru_cache(maxsize=256)
+def _here(place: MeshPlace) -> tuple[Sequence[int], Sequence[int]]:
+    """The same counterparts as the places of blocks in this process: of one that plays some of the ranks, of these."""
+    first, back = _counterparts(place)
+    if not isinstance(place.whole, PlayedMesh):
+        return first, back
+    played, own = (communicator_of(mesh).ranks for mesh in (place.whole, at_place(*place)))
+    held = [rank for rank in played if place.holds(coordinates(place.whole, rank))] or played
+    return [min(r for r in held if back[r] == i) - played[0] for i in own], [back[r] - own[0] for r in played]
+
+
 def cut_to(place: MeshPlace, local: Any) -> Any:
     """Of a local value on the whole mesh that on the placed one."""
     return Blocks(there(place, local.blocks)) if type(local) is Blocks else local
 
 
 def there(place: MeshPlace, of_all: Sequence[Any]) -> list[Any]:
-    """Of what each rank of the whole mesh has what those of the placed one have."""
-    return [of_all[i] for i in _counterparts(place)[0]]
+    """Of what each rank of the whole mesh that is played here has what those of the placed one have."""
+    return [of_all[i] for i in _here(place)[0]]
 
 
 def spread_from(place: MeshPlace, local: Any) -> Any:
     """Of a local value on the placed mesh one on the whole mesh, right where the value is."""
-    return Blocks([local.blocks[i] for i in _counterparts(place)[1]]) if type(local) is Blocks else local
+    if type(local) is not Blocks:
+        return local
+    return Blocks([local.blocks[i] for i in _here(place)[1]])
 
 
 def check_one_mesh(where: str, a: Any, b: Any) -> None:

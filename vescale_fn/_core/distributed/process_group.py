@@ -62,9 +62,11 @@ def _joint_group(mesh: Any, axes: frozenset[str], default: Any) -> Any:
         )
     for group in groups(mesh, [name for name in axes_of(mesh) if name in axes]):
         ranks = sorted(flat[place] for place in group)
-        made = dist.new_group(ranks, timeout=most, use_local_synchronization=len(flat) < dist.get_world_size())
-        if dist.get_rank() in ranks:
-            mine = made
+        if len(flat) == dist.get_world_size():
+            made = dist.new_group(ranks, timeout=most)
+            mine = made if dist.get_rank() in ranks else mine
+        elif dist.get_rank() in ranks:
+            mine = torch_internals.group_of_members(ranks, most)
     return mine
 
 
@@ -110,6 +112,10 @@ class ProcessGroup(Communicator):
 
     def processes(self, axes: tuple[str, ...] | None = None) -> Sequence[int]:
         return () if self.all_here else _members(self.mesh, tuple(axes_of(self.mesh)) if axes is None else axes)
+
+    def lines(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        flat = self.mesh.mesh.flatten().tolist()
+        return [tuple(flat[place] for place in line) for line in groups(self.mesh, axes)]
 
     def carry_out(
         self, kind: Kind, x: Any, axes: tuple[str, ...], params: Sequence[Any], later: bool = False, **how: Any

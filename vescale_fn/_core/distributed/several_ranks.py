@@ -49,6 +49,10 @@ class SeveralRanks(Communicator):
         found = tuple(self.world[q] for q in found) if self.world else found
         return found if len(found) > 1 else ()
 
+    def lines(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        teams = self._team(axes).teams
+        return [tuple(self.world[q] for q in team) for team in teams] if self.world else list(teams)
+
     def everyone(self, mine: Sequence[Sequence[Any]], why: str) -> list[list[Any]]:
         rows = [list(leaves) for leaves in zip(*mine, strict=True)]
         if self.all_here:

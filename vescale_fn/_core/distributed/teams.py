@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from .. import torch_internals
 from ..base import context, dtypes
+from ..base.errors import MeshError
+from ..base.messages import mesh_text, report
+from ..sharding.index_map import axes_of
 from . import trees
 from .communicator import groups_of
 from .divergence import RankCall
@@ -112,13 +115,61 @@ def playing(
     return tuple(found)
 
 
+class PlayedPart(NamedTuple):
+    """What a process plays of a mesh of which ranks along some axes do different things.
+
+    Attributes:
+        places: which places along these axes, row-major.
+        run: at each of them, which ranks along the other axes.
+    """
+
+    places: tuple[int, ...]
+    run: trees.Run
+
+
+@functools.lru_cache(maxsize=256)
+def shares(
+    axes_items: tuple[tuple[str, int], ...], names: tuple[str, ...], count: int
+) -> tuple[PlayedPart, ...] | None:
+    """The share of each of so many processes. None where one would play other ranks at one place than at the next."""
+    lines, total = groups_of(axes_items, names), math.prod(size for _, size in axes_items)
+    at = {rank: (inner, place) for inner, line in enumerate(lines) for place, rank in enumerate(line)}
+    played, found = total // count, list[PlayedPart]()
+    for q in range(count):
+        mine = [at[rank] for rank in range(q * played, (q + 1) * played)]
+        places, run = sorted({place for _, place in mine}), sorted({inner for inner, _ in mine})
+        low, high = run[0], run[-1] + 1
+        if len(places) * len(run) != played or high - low != len(run) or low % len(run):
+            return None
+        found.append(PlayedPart(tuple(places), (low, high)))
+    return tuple(found) if len({high - low for _, (low, high) in found}) == 1 else None
+
+
+def shares_along(mesh: Any, names: tuple[str, ...]) -> tuple[PlayedPart, ...]:
+    """The same of a mesh whose ranks these processes play; or raise."""
+    axes, (_, count) = tuple(axes_of(mesh).items()), mesh.process
+    found = shares(axes, names, count)
+    if found is None:
+        total = math.prod(size for _, size in axes)
+        fit = [n for n in range(1, total + 1) if total % n == 0 and shares(axes, names, n) is not None]
+        what = f"{count} processes that play the {mesh_text(dict(axes))} do not play the same ranks at each place of "
+        raise MeshError(
+            report(
+                "mesh",
+                what + ", ".join(map(repr, names)),
+                fix=f"{', '.join(map(str, fit[:-1]))} or {fit[-1]} processes",
+            )
+        )
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def group_of_part(world: tuple[int, ...], default: Any) -> Any:
     """The process group of some processes, made by these alone."""
     if len(world) == dist.get_world_size(default):
         return default
     most = timedelta(seconds=torch_internals.group_timeout())
-    return dist.new_group(list(world), timeout=most, use_local_synchronization=True)
+    return torch_internals.group_of_members(world, most)
 
 
 @functools.lru_cache(maxsize=256)

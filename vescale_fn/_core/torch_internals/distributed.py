@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,26 @@ def sent(group: Any, x: torch.Tensor, target: int) -> Any:
 def received(group: Any, x: torch.Tensor, source: int) -> Any:
     """Begin to receive a value from a rank of a group, by its number there, as `sent` sends it."""
     return group.recv([x], source, 0)
+
+
+def group_of_members(ranks: Sequence[int], timeout: Any) -> Any:
+    """A process group that these ranks of the world make, each of them, and no others.
+
+    By itself torch names it after its members and the number of groups that a process is in, by which they would not find each
+    other where that differs (torch 2.13): here after the members and how many groups of the same ones there were.
+    """
+    members = tuple(sorted(ranks))
+    known = dist.group.WORLD, members
+    name = f"vescale_fn {members} {_groups_of_members.setdefault(known, 0)}"
+    _groups_of_members[known] += 1
+    by_torch, _c10d._hash_ranks_to_str = _c10d._hash_ranks_to_str, lambda _: name
+    try:
+        return dist.new_group(list(members), timeout=timeout, use_local_synchronization=True)
+    finally:
+        _c10d._hash_ranks_to_str = by_torch
+
+
+_groups_of_members: dict[Any, int] = {}
 
 
 def set_group_timeout(group: Any, timeout: Any) -> bool:

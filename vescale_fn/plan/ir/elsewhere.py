@@ -111,8 +111,9 @@ def _receives(collective: Collective) -> bool:
     if collective.kind != "permute":
         return True
     communicator = communicator_of(collective.mesh)
-    group = communicator.group_of(0, collective.axes)
-    return group.index(communicator.ranks[0]) in [destination for _, destination in collective.params[0]]
+    groups = ((communicator.group_of(at, collective.axes), rank) for at, rank in enumerate(communicator.ranks))
+    reached = {destination for _, destination in collective.params[0]}
+    return any(group.index(rank) in reached for group, rank in groups)
 
 
 def _stand_in(graph: fx.Graph, x: fx.Node, whole: bool, written: bool = False) -> fx.Node:

@@ -26,7 +26,7 @@ from ..._core.arrays.shapes import ShapeDtype
 from ..._core.base import no_values
 from ..._core.base.array_notes import notes_of
 from ..._core.base.messages import short
-from ..._core.distributed.blocks import Blocks, of_each
+from ..._core.distributed.blocks import Blocks, of_each, parts
 from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of, root
 from ..._core.distributed.places import is_elsewhere, is_stand_in
@@ -129,7 +129,8 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
     meta: Any = torch_internals.spec(leaf).tensor_meta
     local, stride = torch_internals.local(leaf), meta.stride
     if _is_stand_in(leaf):
-        return lambda x: [torch_internals.local(x)]
+        places = list(dict.fromkeys(first_holders(torch_internals.spec(leaf)))) if type(local) is Blocks else [0]
+        return lambda x: [parts(torch_internals.local(x))[i] for i in places]
     if type(local) is not Blocks:
         strides, local_of = in_order(local, stride), torch_internals.local
 
@@ -148,14 +149,14 @@ def taking(leaf: Any) -> Callable[[Any], list[torch.Tensor]] | None:
 def _is_stand_in(leaf: Any) -> bool:
     """Whether this rank holds nothing of an array: it is at another place."""
     elsewhere = isinstance(leaf, DTensor) and is_elsewhere(torch_internals.mesh(leaf))
-    return elsewhere and is_stand_in(torch_internals.local(leaf))
+    return elsewhere and all(map(is_stand_in, parts(torch_internals.local(leaf))))
 
 
 def plain_of(leaf: Any) -> list[torch.Tensor]:
     """The plain tensors in a leaf."""
     if _is_stand_in(leaf):  # recorded as where it is
-        local, meta = torch_internals.local(leaf), torch_internals.spec(leaf).tensor_meta
-        return [local.new_empty_strided(local.shape, in_order(local, meta.stride))]
+        stride = torch_internals.spec(leaf).tensor_meta.stride  # type: ignore[union-attr]
+        return [x.new_empty_strided(x.shape, in_order(x, stride)) for x in taking(leaf)(leaf)]  # type: ignore[misc]
     take = taking(leaf)
     return [] if take is None else take(leaf)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,14 +16,16 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from ..._core import torch_internals
-from ..._core.arrays.array import Array
+from ..._core.arrays.array import Array, mesh_of
 from ..._core.arrays.placement import with_sharding
 from ..._core.base import tree
 from ..._core.base.containers import checked
 from ..._core.distributed.blocks import Blocks, parts
+from ..._core.distributed.places import place_of
 from ..._core.distributed.replicated_uses import Ledger
 from ..._core.distributed.rows import row_of
 from ..ir.handed_on import part_memory
+from ..ir.nested import all_meshes
 from ..ir.per_rank import RanksDiffer
 from ..ir.rank_runs import note_holders
 from ..ir.ranks_as_one import RanksAsOne
@@ -215,10 +218,9 @@ def _trace(
     places: list[tuple[fx.Node, int, Any]] = []
     inputs = {id(x): i for i, x in reversed(list(enumerate(given)))}
     results = [_result(recorder, leaf, inputs, places) for leaf in out_leaves]
-    ranks = None if recorder.rows is None else recorder.rows.finished(places)
-    if ranks is None:
-        end = recorder.graph.output(tuple(node for node, *_ in places))
-        end.meta["val"], end.meta["line"] = None, ""
+    ranks = _finished(recorder, places)
+    if ranks is not None and _at_places(leaves, recorder, results):
+        raise RanksApart  # what is elsewhere is left out of each rank's program
     if recorder.writes:
         part_memory(recorder.graph)
         _check_writes(ranks)
@@ -252,6 +254,22 @@ def _check_writes(ranks: RanksAsOne | None) -> None:
             note_holders(inlined(ranks.graph), ranks.places, ranks.count)
         except RanksDiffer:
             raise RanksApart from None
+
+
+def _finished(recorder: Recorder, places: Sequence[tuple[fx.Node, int, Any]]) -> RanksAsOne | None:
+    """The program of one rank, where ranks were recorded as one; else the graph has its results."""
+    ranks = None if recorder.rows is None else recorder.rows.finished(places)
+    if ranks is None:
+        end = recorder.graph.output(tuple(node for node, *_ in places))
+        end.meta["val"], end.meta["line"] = None, ""
+    return ranks
+
+
+def _at_places(leaves: Sequence[Any], recorder: Recorder, results: Sequence[Any]) -> bool:
+    """Whether a value exists at some coordinates of an axis only."""
+    given = (mesh_of(x) for x in leaves if isinstance(x, torch.Tensor))
+    made = (x.spec.mesh for x in results if isinstance(x, Result) and x.spec)
+    return any(place_of(mesh) is not None for mesh in itertools.chain(given, made, all_meshes(recorder.graph)))
 
 
 _NO_WORD = re.compile(r"\W+")
