@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..._core.sharding.merged_dim import Merged, merge
 from .atoms import Atoms
 from .described import Described, parts, rows
 
@@ -105,7 +106,8 @@ def options(
     ins, outs = dims_of(n, site, atoms)
     if site.is_input:
         (out,) = outs
-        return [Option((), (x,)) for x in layouts(out.sizes if out is not None else (), axes)], ins, outs
+        every = layouts(out.sizes if out is not None else (), axes)
+        return [Option((), (x,)) for x in every if out is None or _is_plain(out, x, axes)], ins, outs
     whole = (NONE,) * len(axes)
     if site.rule is None:
         return [Option((whole,) * len(ins), (whole,) * len(outs))], ins, outs
@@ -131,6 +133,12 @@ def layouts(sizes: Sequence[int], axes: Mapping[str, int]) -> list[Layout]:
     fits = lambda found, k: sizes[k] % math.prod(n for n, x in zip(axes.values(), found) if x == k) == 0
     every = itertools.product([NONE, *range(len(sizes))], repeat=len(axes))
     return [found for found in every if all(fits(found, k) for k in found if k >= 0)]
+
+
+def _is_plain(out: Dims, layout: Layout, axes: Mapping[str, int]) -> bool:
+    """Whether no dim is split in parts of its own: arguments lie as people write it."""
+    of = lambda k: tuple(a for a, x in zip(axes, layout) if x == k)
+    return not any(isinstance(merge([(out.sizes[k], of(k)) for k in dim], axes), Merged) for dim in out.dims if dim)
 
 
 def _divides(label: Any, sizes: Sequence[int], chosen: tuple[Any, ...], axes: Mapping[str, int]) -> bool:

@@ -135,7 +135,8 @@ def _does_not_fit(made: Program, holds: HeldBytes, memory: float, seconds: float
         peak = float(moments.max())
         options, moves = holds.row(int(moments.argmax()))
         for (n, k), size in options.items():
-            least.cost[least.first[n] + k] += size * 1e-12
+            for column in least.columns.get((n, k), ()):
+                least.cost[column] += size * 1e-12
         for key, size in moves.items():
             if key in least.moved:
                 least.cost[least.moved[key]] += size * 1e-12
