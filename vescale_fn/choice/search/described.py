@@ -28,13 +28,16 @@ class Described:
         node: itself.
         operands: the tensors among its arguments, in order: each the node that makes it, and which of its results it is.
         outs: its results without values; None for one that is no tensor.
-        rule: which dims may be split together; None where there is none, and all is whole.
     """
 
     node: fx.Node
     operands: tuple[tuple[fx.Node, int], ...]
     outs: tuple[torch.Tensor | None, ...]
-    rule: Rule | None
+
+    @cached_property
+    def rule(self) -> Rule | None:
+        """Which dims may be split together; None where there is no rule, and all is whole."""
+        return None if self.is_input else _rule(self.node, self.outs)
 
     @property
     def is_input(self) -> bool:
@@ -104,29 +107,28 @@ def _described(node: fx.Node) -> Described:
     value = plan.value(node)
     outs = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     outs = tuple(out if isinstance(out, torch.Tensor) else None for out in outs)
-    if node.op == "placeholder":
-        return Described(node, (), outs, None)
-    found: list[fx.Node] = []
-
-    def held(x: Any) -> Any:
-        if isinstance(x, fx.Node):
-            if isinstance(plan.value(x), torch.Tensor):
-                found.append(x)
-            return plan.value(x)
-        return type(x)(map(held, x)) if isinstance(x, (list, tuple)) else x
-
-    args = [held(x) for x in node.args]
-    kwargs = {name: held(x) for name, x in node.kwargs.items()}
-    rule = _rule(node, args, kwargs, [plan.value(x) for x in found], outs)
-    return Described(node, tuple(map(source, found)), outs, rule)
+    given = [x for x in _flat((node.args, node.kwargs)) if isinstance(x, fx.Node)]
+    return Described(node, tuple(source(x) for x in given if isinstance(plan.value(x), torch.Tensor)), outs)
 
 
-def _rule(node: fx.Node, args: Any, kwargs: Any, tensors: list[torch.Tensor], outs: tuple[Any, ...]) -> Rule | None:
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, (list, tuple)):
+        for one in x:
+            yield from _flat(one)
+    elif isinstance(x, dict):
+        yield from _flat(list(x.values()))
+    else:
+        yield x
+
+
+def _rule(node: fx.Node, outs: tuple[Any, ...]) -> Rule | None:
     if not plan.is_aten(node):
         return None
     make = find(node.target)
     if make is None:
         return None
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), plan.value)  # type: ignore[misc]
+    tensors = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)]
     ts = [T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors)]
     by_name = with_tensors(bind(node.target, args, kwargs), iter(ts))
     name = torch_internals.operator_name(node.target).removeprefix("aten::")

@@ -36,6 +36,7 @@ class Moves:
         self.axes, self.hardware = dict(axes), hardware
         self._items = tuple(self.axes.items())
         self._found: dict[Any, Sent] = {}
+        self._plans: dict[Any, list[tuple[str, tuple[str, ...], int]]] = {}
 
     def __call__(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Sent:
         """The move of a value whose atoms have these sizes."""
@@ -47,16 +48,26 @@ class Moves:
         return self._found[key]
 
     def _made(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Sent:
-        names = tuple(self.axes)
         if all(a == b or a == -1 for a, b in zip(before, after)):
             return Sent(0.0, ())  # each rank keeps its part
-        steps = reshard_plan.plan(sizes, self._items, spec(sizes, before, names), spec(sizes, after, names))
-        found, total = list[tuple[str, tuple[str, ...], float]](), math.prod(sizes) * itemsize
-        for step in steps:
-            if step.kind not in reshard_plan.LOCAL_KINDS:
-                split = math.prod(self.axes[a] for row in step.before for a in row)
-                found.append((step.kind, step.axes, total / split))
-        return Sent(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found), tuple(found))
+        used = sorted({k for k in (*before, *after) if k >= 0})
+        first, last = (tuple(used.index(k) if k >= 0 else k for k in x) for x in (before, after))
+        total = math.prod(sizes) * itemsize
+        found = tuple((kind, axes, total / split) for kind, axes, split in self._steps(len(used), first, last))
+        return Sent(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found), found)
+
+    def _steps(self, count: int, before: Layout, after: Layout) -> Sequence[tuple[str, tuple[str, ...], int]]:
+        """The collectives of a move, each with the number of parts of its value: the same for all sizes that divide."""
+        key = count, before, after
+        if key not in self._plans:
+            names, sizes = tuple(self.axes), (math.prod(self.axes.values()),) * count
+            steps = reshard_plan.plan(sizes, self._items, spec(sizes, before, names), spec(sizes, after, names))
+            self._plans[key] = [
+                (step.kind, step.axes, math.prod(self.axes[a] for row in step.before for a in row))
+                for step in steps
+                if step.kind not in reshard_plan.LOCAL_KINDS
+            ]
+        return self._plans[key]
 
 
 def spec(sizes: Sequence[int], layout: Layout, names: Sequence[str]) -> P:

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
+from ..._core.base.errors import SpecError
+from ..._core.base.messages import report
+from ..._core.sharding.spec import from_split_axes, split_axes
 from ...plan.ir import costs
 from ...plan.ir import graph as plan
 from .atoms import Atoms
 from .classes import classes
 from .described import Described, described, source
-from .moves import Moves, ways
+from .moves import Moves, spec_of_dims, ways
 from .options import Dims, Layout, Option, dims_of, layouts, options
 
 _HIDDEN = 0.1  # of a collective beside computation, which it takes units and bandwidth from
@@ -163,7 +166,7 @@ class _Made:
         self, recording: Any, axes: Mapping[str, int], hardware: Any, ties: Mapping[int, int], fixed: Mapping[int, Any]
     ) -> None:
         self.axes, self.hardware = dict(axes), hardware
-        self.calls = described(recording.graph)
+        self.calls, self.inputs = described(recording.graph), recording.placeholders
         self.colours = classes(self.calls, recording.paths)
         self.colour = {x.node: c for x, c in zip(self.calls, self.colours)}
         self.first: dict[int, Described] = {}
@@ -178,12 +181,13 @@ class _Made:
         }
         for r, p in ties.items():
             node, part = source(recording.results[r])
-            links.add((self.colour[node], part, self.colour[recording.placeholders[p]], RESULT))
+            links.add((self.colour[node], part, self.colour[self.inputs[p]], RESULT))
         inputs = [(a, o, b, i) for a, o, b, i in sorted(links) if i != RESULT]
         self.atoms = Atoms(self.reps, inputs)
         self._options()
+        self._fix(recording, fixed)
         self._edges(recording, ties)
-        self._credits(recording, ties)
+        self._credits(ties)
 
     def _options(self) -> None:
         counts = Counter(self.colour.values())
@@ -199,6 +203,22 @@ class _Made:
             site = Chooser(len(self.sites), rep, counts[n], choices, ins, outs)
             site.options = [replace(x, seconds=self._seconds(site, x)) for x in choices]
             self.sites.append(site)
+
+    def _fix(self, recording: Any, fixed: Mapping[int, Any]) -> None:
+        """Leave inputs whose specs are given the options that are these specs."""
+        for i, given in fixed.items():
+            site = self.sites[self.number[self.colour[self.inputs[i]]]]
+            dims = site.outs[0]
+            if dims is None:
+                continue
+            want = from_split_axes(split_axes(given, len(dims.dims)), given.unreduced)
+            lies = lambda x, d=dims: spec_of_dims(d.sizes, d.dims, x.outs[0], self.axes)
+            site.options = [x for x in site.options if lies(x) == want]
+            if not site.options:
+                what = f"{recording.paths[i]} is given as {given!r}, in which it is not looked for"
+                rows = ["sizes that do not divide, axes of a dim in another order than the mesh's, and equal layers"]
+                rows = [f"{rows[0]} that lie differently are left out"]
+                raise SpecError(report("auto", what, rows, "vfn.price of the whole layout"))
 
     def _renamed(self, n: int, rep: Described) -> tuple[int, ...] | None:
         """Of each atom of a view's result that of what it views; None where they are not the same ones."""
@@ -237,7 +257,7 @@ class _Made:
                 continue
             node, part, atoms = self._root(*source(made))
             if r in ties:
-                to = self.number[self.colour[recording.placeholders[ties[r]]]], RESULT
+                to = self.number[self.colour[self.inputs[ties[r]]]], RESULT
                 self.tied_roots.append((node, part, ties[r]))
             else:
                 to = self._result(node, part, atoms), 0
@@ -342,10 +362,10 @@ class _Made:
                 seconds += self.hardware.collective("all_reduce", nbytes, self.axes, over)
         return seconds
 
-    def _credits(self, recording: Any, ties: Mapping[int, int]) -> None:
+    def _credits(self, ties: Mapping[int, int]) -> None:
         """Parameters are gathered while another layer computes or is updated, and gradients are added up so: each may hide
         behind its share of a third of the computation, by its bytes."""
-        tied = {self.number[self.colour[recording.placeholders[p]]] for p in ties.values()}
+        tied = {self.number[self.colour[self.inputs[p]]] for p in ties.values()}
         whole = sum(site.count * min(x.seconds for x in site.options) for site in self.sites)
         bytes_of = lambda site: math.prod(site.outs[0].sizes) * site.of.outs[0].element_size()
         read = {g.site for g in self.groups if g.site in tied and any(e.operand >= 0 for e in g.edges)}
@@ -369,7 +389,7 @@ class _Made:
                 continue
             seen.add(node)
             x = self.by_node[node]
-            if x.is_elementwise:
+            if self.reps[self.colour[node]].is_elementwise:
                 todo += [self._root(*y)[:2] for y in x.operands]
             elif not x.is_input:
                 found.add((self.number[self.colour[node]], part))

@@ -180,23 +180,24 @@ def layouts_of(recording: Any, made: Program, chosen: Sequence[int]) -> Layouts:
     for x in made.calls:
         ins, outs = made.dims[made.classes[x.node]]
         view = made.through.get(made.classes[x.node])
-        given = [lies[y] for y in x.operands]
+        before = [lies[y] for y in x.operands]
         if view is not None:
-            gives = [tuple(view.index(k) if k >= 0 else k for k in given[0])]
+            gives = [tuple(view.index(k) if k >= 0 else k for k in before[0])]
         else:
             option = made.sites[made.members[x.node]].options[chosen[made.members[x.node]]]
-            given = [old if new is None else new for old, new in zip(given, option.ins)]
+            before = [old if new is None else new for old, new in zip(before, option.ins)]
             gives = list(option.outs)
         lies.update({(x.node, part): layout for part, layout in enumerate(gives)})
         specs = [named(d, layout) for d, layout in zip(outs, gives, strict=True) if d is not None]
         if x.is_input:
             inputs[x.node] = specs[0] if specs else None
         else:
-            calls[x.node.name] = CallLayout(tuple(map(named, ins, given)), tuple(specs))
+            calls[x.node.name] = CallLayout(tuple(map(named, ins, before)), tuple(specs))
     outputs = list[Any]()
+    given = recording.placeholders
     for r, node in enumerate(recording.results):
         if r in made.ties:
-            outputs.append(inputs[recording.placeholders[made.ties[r]]])
+            outputs.append(inputs[given[made.ties[r]]])
         elif r in made.result_sites:
             node, part = source(node)
             site = made.sites[made.result_sites[r]]
@@ -204,4 +205,4 @@ def layouts_of(recording: Any, made: Program, chosen: Sequence[int]) -> Layouts:
             outputs.append(named(dims, site.options[chosen[site.number]].ins[0]))
         else:
             outputs.append(None)
-    return Layouts(dict(axes), tuple(inputs[node] for node in recording.placeholders), calls, tuple(outputs))
+    return Layouts(dict(axes), tuple(inputs[node] for node in given), calls, tuple(outputs))

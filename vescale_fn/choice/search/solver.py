@@ -17,6 +17,7 @@ from .fusing import Row, rows_of
 from .options import Layout
 from .program import Group, Program
 
+_SMALL = 20_000  # columns of a program that is solved to the last digit, if it is not integral
 _TIES = 1e-7  # of the whole cost: what the order of options may weigh
 
 
@@ -169,6 +170,6 @@ class Choices:
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", seconds)
-        solver.setOptionValue("mip_rel_gap", 1e-9)
+        solver.setOptionValue("mip_rel_gap", 1e-9 if len(cost) < _SMALL else 1e-3)
         solver.passModel(lp)
         return solver
