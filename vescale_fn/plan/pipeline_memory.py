@@ -14,19 +14,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from .._core.distributed.parcels import Lies, Parcel, is_dense
 from .._core.sharding.layout import contiguous_stride
 from ..schedules import Timeline
 from ..schedules.actions import actions_of
-from .ir import memory_aliases
 from .ir.graph import nbytes, output, value
-from .ir.memory_use import bytes_text, memory
-from .stage_runs import TERM, Name, StageRun, StageTasks, edges, names_from, names_of_terms, nodes_of, taken
+from .ir.memory_use import bytes_text
+from .sized_tasks import (
+    ARGUMENTS,
+    GRADIENTS,
+    KEPT,
+    KINDS,
+    MESSAGES,
+    HeldPiece,
+    Holds,
+    SizedTask,
+    SizedValue,
+    TaskMemory,
+)
+from .stage_runs import MessageRoutes, Name, StageRun, StageTasks
 from .staged import Staged
-from .stages import PRE, Stages
-from .tasks import Task
-
-KINDS: Sequence[str] = ("arguments", "once", "kept", "gradients", "messages", "in a task")
-ARGUMENTS, ONCE, KEPT, GRADIENTS, MESSAGES, WITHIN = KINDS
+from .stages import Stages
 
 
 class MemoryMoment(NamedTuple):
@@ -108,14 +116,14 @@ def memory_of(staged: Staged, homes: Sequence[Iterable[int]], timeline: Timeline
 def _runs(staged: Staged, homes: Sequence[Iterable[int]], posts: Sequence[_Post]) -> list[StageRun]:
     """The step of each rank."""
     stages, runs = staged.stages, []
-    tasks, made = dict(enumerate(staged.all_tasks)), dict[Any, _Gives]()
+    tasks, made = dict(enumerate(staged.all_tasks)), dict[Any, TaskMemory]()
     gradients = {term.node for terms in stages.parts for term in terms}
     for rank, post in enumerate(posts):
         mine = {s: tasks[s] for s, at in enumerate(staged.schedule.placement) if at == rank}
         used = {x for of in mine.values() for task in of.values() for x in task.inputs}
         fixed, parts = _inputs(staged, homes, post.holds, rank, used, post.given)
         own: Any = {
-            s: {kind: _Sized(task, kind, post.holds, made, gradients) for kind, task in of.items()}
+            s: {kind: SizedTask(task, kind, post.holds, made, gradients) for kind, task in of.items()}
             for s, of in mine.items()
         }
         runs.append(StageRun(StageTasks(stages, own), fixed, parts, post))  # type: ignore[arg-type]
@@ -133,195 +141,40 @@ def _in_time(
             yield rank, action, start, end
 
 
-# --- what is held -----------------------------------------------------------------------------------------------------
-
-
-class Holds:
-    """The bytes that a rank holds: now, at most since `begin`, and where they are most by what they are."""
-
-    def __init__(self) -> None:
-        self.now = dict.fromkeys(KINDS, 0)
-        self.most = dict(self.now)
-        self.total = self.top = self._peak = 0
-
-    def begin(self) -> None:
-        self.top = self.total
-
-    def add(self, kind: str, size: int) -> None:
-        """More bytes, or fewer."""
-        self.now[kind] += size
-        self.total += size
-        if self.total > self.top:
-            self.top = self.total
-            if self.top > self._peak:
-                self._peak, self.most = self.top, dict(self.now)
-
-
-class HeldPiece:
-    """A piece of memory, which is held as long as something refers to it."""
-
-    __slots__ = ("bytes", "holds", "kind")
-
-    def __init__(self, holds: Holds, size: int, kind: str) -> None:
-        self.holds, self.bytes, self.kind = holds, size, kind
-        holds.add(kind, size)
-
-    def become(self, kind: str) -> None:
-        self.holds.add(self.kind, -self.bytes)
-        self.kind = kind
-        self.holds.add(kind, self.bytes)
-
-    def __del__(self) -> None:
-        self.holds.add(self.kind, -self.bytes)
-
-
-class SizedValue:
-    """A value of which the size is known, and in which pieces of memory it lies; gradients are added as tensors are."""
-
-    __slots__ = ("dtype", "holds", "pieces", "size")
-
-    def __init__(self, holds: Holds, dtype: Any, size: int, pieces: Sequence[HeldPiece]) -> None:
-        self.holds, self.dtype, self.size, self.pieces = holds, dtype, size, pieces
-
-    def to(self, dtype: torch.dtype) -> SizedValue:
-        return self if dtype == self.dtype else self._new(dtype)
-
-    def __add__(self, other: SizedValue) -> SizedValue:
-        return self._new(torch.promote_types(self.dtype, other.dtype))
-
-    def add_(self, other: SizedValue) -> SizedValue:
-        return self
-
-    def _new(self, dtype: torch.dtype) -> SizedValue:
-        size = self.size // self.dtype.itemsize * dtype.itemsize
-        return SizedValue(self.holds, dtype, size, [HeldPiece(self.holds, size, GRADIENTS)])
-
-
-def _value(holds: Holds, val: Any, pieces: Sequence[HeldPiece]) -> SizedValue:
-    return SizedValue(holds, getattr(val, "dtype", None), nbytes(val), pieces)
-
-
-# --- a step with sizes ------------------------------------------------------------------------------------------------
-
-
-class _Gives:
-    """What a task makes, and what it needs while it runs.
-
-    Args:
-        graph: of its calls.
-        mortal: the places of the inputs that are let go while it runs.
-
-    Attributes:
-        within: the bytes that it holds at most besides its inputs.
-        sizes: of the memory that it makes and gives.
-        outputs: of each output its value, the places of the inputs in whose memory it may lie, and those among `sizes`.
-    """
-
-    def __init__(self, graph: fx.Graph, mortal: frozenset[int]) -> None:
-        given = {x: i for i, x in enumerate(x for x in graph.nodes if x.op == "placeholder")}
-        use, lie = memory(graph, frozenset(x for x, i in given.items() if i in mortal)), memory_aliases.memories(graph)
-        self.within = use.peak - use.arguments
-        pieces: dict[Any, int] = {}
-        self.sizes: list[int] = []
-        self.outputs: list[tuple[Any, list[int], list[int]]] = []
-        for x in output(graph).args[0]:  # type: ignore[union-attr]
-            old = [given[piece.maker] for piece in lie[x] if piece.maker in given]  # type: ignore[index]
-            new = [piece for piece in lie[x] if piece.maker not in given]  # type: ignore[index]
-            for piece in new:
-                if piece not in pieces:
-                    pieces[piece] = len(self.sizes)
-                    self.sizes.append(piece.bytes)
-            self.outputs.append((value(x), old, [pieces[piece] for piece in new]))  # type: ignore[arg-type]
-
-
-class _Sized:
-    """A task that is run with sizes."""
-
-    def __init__(self, task: Task, kind: str, holds: Holds, made: dict[Any, _Gives], gradients: set[fx.Node]) -> None:
-        self.inputs, self.outputs, self.last, self.dies = task.inputs, task.outputs, task.last, task.dies
-        self.run = None
-        if (graph := task.graph) is not None:
-            self._graph, self._holds, self._made = graph, holds, made
-            self._kinds = [ONCE if kind == PRE else GRADIENTS if x in gradients else KEPT for x in task.outputs]
-            self.run = self._run
-
-    def _run(self, given: list[SizedValue]) -> list[SizedValue]:
-        key = self._graph, self._mortal(given)
-        if key not in self._made:
-            self._made[key] = _Gives(*key)
-        holds, gives = self._holds, self._made[key]
-        holds.add(WITHIN, gives.within)
-        holds.add(WITHIN, -gives.within)
-        pieces: list[HeldPiece | None] = [None] * len(gives.sizes)
-        lent = {i: given[i].pieces for _, old, _ in gives.outputs for i in old}
-        given.clear()
-        found = []
-        for kind, (val, old, new) in zip(self._kinds, gives.outputs, strict=True):
-            for i in new:
-                pieces[i] = pieces[i] or HeldPiece(holds, gives.sizes[i], kind)
-            lies = [piece for i in old for piece in lent[i]] + [pieces[i] for i in new]
-            found.append(_value(holds, val, lies))  # type: ignore[arg-type]
-        return found
-
-    def _mortal(self, given: list[SizedValue]) -> frozenset[int]:
-        """The places of the inputs with which memory is let go while the task runs: of several that lie in a piece the one that
-        is used last, if none of them stays."""
-        lying: dict[int, list[int]] = {}
-        for i, x in enumerate(given):
-            for piece in x.pieces:
-                lying.setdefault(id(piece), []).append(i)
-        dies = [x in self.dies for x in self.inputs]
-        last = [max(x.users, default=x) for x in self._graph.nodes if x.op == "placeholder"]
-        alive = {i for places in lying.values() if not all(map(dies.__getitem__, places)) for i in places}
-        alive |= {i for places in lying.values() for i in places if i != max(places, key=last.__getitem__)}
-        return frozenset(i for i, one in enumerate(dies) if one and i not in alive)
+# --- what it is given, sends and gives ----------------------------------------------------------------------------------
 
 
 class _Post:
     """A rank's messages: it receives one ahead, and holds what it sends until it hears that the other rank has it."""
 
     def __init__(self, stages: Stages, placement: Sequence[int], me: int, rows: Sequence[Sequence[Any]]) -> None:
-        self.stages, self.placement, self.me, self.holds = stages, placement, me, Holds()
+        self.routes, self.me, self.holds = MessageRoutes(stages, placement, rows, me, {}), me, Holds()
         self.given: list[HeldPiece] = []
         self.here: dict[Name, list[SizedValue]] = {}
-        self.arriving: dict[int, dict[Name, list[SizedValue]]] = {}
-        self.expected: dict[int, deque[Name]] = {}
-        self.leaving: dict[int, deque[list[SizedValue]]] = {}
+        self.expected = {source: iter(names) for source, names in self.routes.incoming.items()}
+        self.arriving: dict[int, dict[Name, tuple[Parcel, list[HeldPiece]]]] = {source: {} for source in self.expected}
+        self.leaving: dict[int, deque[list[Any]]] = {target: deque() for target in self.routes.outgoing}
         self.sent: Counter[int] = Counter()
-        for source, target in edges(stages, placement):
-            if target == me:
-                names = [name for action in rows[source] for name in names_from(stages, *action)]
-                names += names_of_terms(stages)
-                mine = [x for x in names if (placement[x.source], placement[x.target]) == (source, target)]
-                self.expected[source], self.arriving[source] = deque(mine), {}
-                self._begin(source)
-            if source == me:
-                self.leaving[target] = deque()
-        self.taken = {
-            name: count for other in self.leaving for name, count in taken(stages, placement, rows[other], me)
-        }
+        for source in self.expected:
+            self._begin(source)
 
     def _begin(self, source: int) -> None:
-        if self.expected[source]:
-            name = self.expected[source].popleft()
-            self.arriving[source][name] = [self._buffer(name, x.meta["val"]) for x in nodes_of(self.stages, name)]
-
-    def _buffer(self, name: Name, val: torch.Tensor) -> SizedValue:
-        dtype = val.dtype if name.made != TERM else torch.promote_types(val.dtype, torch.float32)
-        shape = [1 if stride == 0 else n for n, stride in zip(val.shape, val.stride(), strict=True)]
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return SizedValue(self.holds, dtype, val.numel() * dtype.itemsize, [HeldPiece(self.holds, size, MESSAGES)])
+        for name, parcel in self.expected[source]:
+            self.arriving[source][name] = parcel, [HeldPiece(self.holds, size, MESSAGES) for size in parcel.sizes]
+            return
 
     def send(self, name: Name, values: list[SizedValue]) -> None:
-        to = self.placement[name.target]
-        if to == self.me:
+        if name not in self.routes.ways:
             self.here[name] = values
             return
-        self.leaving[to].append(values)
+        to, parcel = self.routes.ways[name]
+        alone = [len(row) == 1 and is_dense(parcel.lies[row[0]]) for row in parcel.rows]  # no copy is made to be sent
+        rows = zip(parcel.rows, parcel.sizes, alone, strict=True)
+        self.leaving[to].append([values[row[0]] if one else HeldPiece(self.holds, n, MESSAGES) for row, n, one in rows])
         self.sent[to] += 1
 
     def take(self, name: Name) -> list[SizedValue]:
-        source = self.placement[name.source]
+        source, taken = self.routes.placement[name.source], self.routes.taken
         if source == self.me:
             return self.here.pop(name)
         arriving = self.arriving[source]
@@ -329,12 +182,21 @@ class _Post:
             self._begin(source)
         if len(arriving) == 1:
             self._begin(source)
-        values = arriving.pop(name)
-        for piece in (piece for x in values for piece in x.pieces):
+        parcel, rooms = arriving.pop(name)
+        pieces: dict[int, HeldPiece] = {}
+        for row, piece in zip(parcel.rows, rooms, strict=True):
             piece.become(KEPT)
-        while name in self.taken and self.sent[source] - len(self.leaving[source]) < self.taken[name]:
+            pieces.update(dict.fromkeys(row, piece))
+        while name in taken and self.sent[source] - len(self.leaving[source]) < taken[name]:
             self.leaving[source].popleft()
-        return values
+        return [self._arrived(one, pieces.get(i)) for i, one in enumerate(parcel.lies)]
+
+    def _arrived(self, lies: Lies, piece: HeldPiece | None) -> SizedValue:
+        """A value that has come in this piece, where it has elements."""
+        if piece is not None and not is_dense(lies):  # it is laid out again
+            piece = HeldPiece(self.holds, sum(Parcel([lies]).sizes), KEPT)
+        size = torch.Size(lies.shape).numel() * lies.dtype.itemsize
+        return SizedValue(self.holds, lies.dtype, size, [] if piece is None else [piece])
 
     def finish(self) -> None:
         self.leaving.clear()
@@ -353,7 +215,7 @@ def _inputs(
             there = count * nbytes(val) if i < 0 or i >= len(homes) or rank in homes[i] else 0
             copied = there if count > 1 and x in used and val.stride() == contiguous_stride(val.shape) else 0
             held.append(HeldPiece(holds, there, ARGUMENTS))
-            found = _value(holds, val, [held[-1], HeldPiece(holds, copied, ARGUMENTS)])
+            found = SizedValue.of(holds, val, [held[-1], HeldPiece(holds, copied, ARGUMENTS)])
             for of in parts if i in staged.varying else (fixed,):
                 of[x] = found
     return fixed, parts

@@ -28,18 +28,32 @@ class InFlight(NamedTuple):
     works: Sequence[Any]
     finish: Callable[..., torch.Tensor]
     args: tuple[Any, ...]
-    kept: Any = None
+    lent: Sequence[torch.Tensor] = ()
 
     def wait(self) -> torch.Tensor:
         """The result."""
         for work in self.works:
             work.wait()
+        _take_back(self.lent)
         return self.finish(*self.args)
 
 
-def _then(work: Any, finish: Callable[..., torch.Tensor], *args: Any, kept: Any = None) -> Any:
-    """What `finish` gives; or, where the work is still under way, a handle."""
-    return finish(*args) if work is None else InFlight((work,), finish, args, kept)
+def _then(work: Any, finish: Callable[..., torch.Tensor], *args: Any, lent: Sequence[torch.Tensor]) -> Any:
+    """What `finish` gives; or, where the work is still under way, a handle.
+
+    Args:
+        lent: what the group has been given, names of their own of what is used here.
+    """
+    begun = InFlight(() if work is None else (work,), finish, args, lent)
+    return begun.wait() if work is None else begun
+
+
+def _take_back(lent: Sequence[torch.Tensor]) -> None:
+    """Let what the group was given be names of nothing. Gloo's thread holds them, and with them the memory, until it comes
+    round, which on a busy machine is while much else is computed."""
+    for x in lent:
+        if x.device.type == "cpu":
+            x.set_(x.new_empty(0))  # type: ignore[arg-type]
 
 
 Positions = range | list[int]  # a range where the group's order is that of the axes
@@ -178,23 +192,28 @@ def all_reduce(x: torch.Tensor, group: Any, positions: Positions, op: str, later
     """The sum, maximum or minimum of the group's values; where `x` is `fresh`, perhaps in its memory."""
     if op != "sum" and x.dtype.is_floating_point:
         bits = _ordered(x, op)
-        work = dist.all_reduce(bits, op=_REDUCE[op], group=group, async_op=later)
-        return _then(work, _ordered_back, bits, x.dtype)
+        work = dist.all_reduce(lent := bits.detach(), op=_REDUCE[op], group=group, async_op=later)
+        return _then(work, _ordered_back, bits, x.dtype, lent=[lent])
     carrier = dtypes.SUMMED.get(x.dtype, x.dtype)
     if carrier is not x.dtype:
         out = x.to(carrier).contiguous()
     else:
         out = x if fresh else x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(out, op=_REDUCE[op], group=group, async_op=later)
-    return _then(work, out.to, x.dtype)
+    work = dist.all_reduce(lent := out.detach(), op=_REDUCE[op], group=group, async_op=later)
+    return _then(work, out.to, x.dtype, lent=[lent])
 
 
 def all_gather(x: torch.Tensor, group: Any, positions: Positions, dim: int, later: bool) -> Any:
     """The values of the group's ranks, joined along `dim`."""
     bits = _as_bits(x)
     out = torch.empty((len(positions), *bits.shape), dtype=bits.dtype, device=x.device)
-    work = torch_internals.all_gather_single(out.view(-1), bits.reshape(-1), group=group, async_op=later)
-    return _then(work, _joined, out, positions, x, dim, kept=bits)
+    if x.device.type == "cpu":  # gloo's own, of one tensor, makes the names of its parts itself
+        rows, row = list(torch_internals.called_on_plain_tensors(out.unbind)), bits.detach()
+        work = dist.all_gather(rows, row, group=group, async_op=later)
+        return _then(work, _joined, out, positions, x, dim, lent=[*rows, row])
+    lent = out.view(-1), bits.reshape(-1)
+    work = torch_internals.all_gather_single(*lent, group=group, async_op=later)
+    return _then(work, _joined, out, positions, x, dim, lent=lent)
 
 
 def _joined(out: torch.Tensor, positions: Positions, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -215,45 +234,57 @@ def _rows(x: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, group: Any, positions: Positions, dim: int, later: bool) -> Any:
     """This rank's piece along `dim` of the sum of the group's values."""
     rows = _rows(x.to(dtypes.SUMMED.get(x.dtype, x.dtype)), positions, dim)
+    if x.device.type == "cpu":  # gloo's own is a sum of a copy too, which its thread would hold
+        if torch_internals.memory_number(rows) == torch_internals.memory_number(x):
+            rows = rows.clone()
+        work = dist.all_reduce(total := rows.detach(), group=group, async_op=later)
+        return _then(work, _row_of, rows, dist.get_rank(group), x.dtype, lent=[total])
     out = torch.empty(rows.shape[1:], dtype=rows.dtype, device=x.device)
-    work = torch_internals.reduce_scatter_single(out.view(-1), rows.view(-1), group=group, async_op=later)
-    return _then(work, out.to, x.dtype, kept=rows)
+    lent = out.view(-1), rows.view(-1)
+    work = torch_internals.reduce_scatter_single(*lent, group=group, async_op=later)
+    return _then(work, out.to, x.dtype, lent=lent)
+
+
+def _row_of(rows: torch.Tensor, me: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's row, in memory of its own."""
+    return rows[me].to(dtype, copy=True)
 
 
 def reduce(x: torch.Tensor, group: Any, positions: Positions, target: int, later: bool) -> Any:
     """The sum of the group's values at its rank `target`; what the others get is nothing to use."""
     out = x.to(dtypes.SUMMED.get(x.dtype, x.dtype), copy=True).contiguous()
-    work = dist.reduce(out, group=group, group_dst=positions[target], async_op=later)
-    return _then(work, out.to, x.dtype)
+    work = dist.reduce(lent := out.detach(), group=group, group_dst=positions[target], async_op=later)
+    return _then(work, out.to, x.dtype, lent=[lent])
 
 
 def all_to_all(x: torch.Tensor, group: Any, positions: Positions, split_dim: int, concat_dim: int, later: bool) -> Any:
     """The pieces along `split_dim` that the group's ranks send here, joined along `concat_dim`."""
     bits = _as_bits(_rows(x, positions, split_dim))
     out = torch.empty_like(bits)
-    work = dist.all_to_all_single(out, bits, group=group, async_op=later)
-    return _then(work, _joined, out, positions, x, concat_dim, kept=bits)
+    lent = out.detach(), bits.detach()
+    work = dist.all_to_all_single(*lent, group=group, async_op=later)
+    return _then(work, _joined, out, positions, x, concat_dim, lent=lent)
 
 
 def permute(x: torch.Tensor, group: Any, positions: Positions, pairs: Sequence[tuple[int, int]], later: bool) -> Any:
     """The value of this rank's source among the (source, destination) pairs; without one, zeros."""
     me = positions.index(dist.get_rank(group))
     bits = _as_bits(x)
-    out = torch.zeros_like(bits)
+    out, lent = torch.zeros_like(bits), bits.detach()
     operations = []
     for source, destination in pairs:
         if source == me and destination == me:
             out.copy_(bits)
         elif source == me:
-            operations.append(dist.P2POp(dist.isend, bits, group=group, group_peer=positions[destination]))
+            operations.append(dist.P2POp(dist.isend, lent, group=group, group_peer=positions[destination]))
         elif destination == me:
             operations.append(dist.P2POp(dist.irecv, out, group=group, group_peer=positions[source]))
-    begun = InFlight(dist.batch_isend_irecv(operations) if operations else (), _from_bits, (out, x), bits)
+    begun = InFlight(dist.batch_isend_irecv(operations) if operations else (), _from_bits, (out, x), [lent])
     return begun if later else begun.wait()
 
 
 def broadcast(x: torch.Tensor, group: Any, positions: Positions, source: int, later: bool) -> Any:
     """The value of the group's rank `source`."""
     bits = _as_bits(x.clone(memory_format=torch.contiguous_format))
-    work = dist.broadcast(bits, group=group, group_src=positions[source], async_op=later)
-    return _then(work, _from_bits, bits, x)
+    work = dist.broadcast(lent := bits.detach(), group=group, group_src=positions[source], async_op=later)
+    return _then(work, _from_bits, bits, x, lent=[lent])

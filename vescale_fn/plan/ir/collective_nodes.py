@@ -7,6 +7,7 @@ list, of which ``operator.getitem`` takes the parts; ranks that get the same val
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx
 
 from ..._core.distributed.collectives import TABLE, Collective, group_size
 from ..._core.distributed.mesh import communicator_of
-from .graph import ARRIVED, HOLDERS, KEPT, Step, name_of, nbytes, value
+from .graph import ARRIVED, HOLDERS, KEPT, PLAYED, Step, name_of, nbytes, value
 
 
 def collective_of(node: fx.Node) -> Collective:
@@ -81,6 +82,25 @@ def size(node: fx.Node) -> int:
     """The bytes that a rank gives to a collective: of the rank that gives most, so that all ranks find the same number."""
     largest = max((value(x) for x in given(node)), key=torch.Tensor.numel)
     return max(nbytes(largest), collective_of(node).elements * largest.element_size())
+
+
+def in_order_of_ranks(node: fx.Node) -> int:
+    """The bytes that a collective takes besides what it is given and what it gives: on real ranks values travel rank by rank,
+    so that pieces along another dim than the first are put in order before it, or joined after it. Gloo gathers into memory
+    of its own, and adds up in a copy."""
+    if is_listed(node) or HOLDERS in node.meta or PLAYED in node.meta:
+        return 0
+    collective, given, made = collective_of(node), value(node.args[0]), value(node)  # type: ignore[arg-type]
+    kind, (dim, *more) = collective.kind, collective.params
+    gloo = given.device.type == "cpu"
+    along = lambda x, dim: math.prod(x.shape[:dim]) != 1
+    if kind == "all_gather":
+        return nbytes(given) * (not given.is_contiguous()) + nbytes(made) * (gloo or along(made, dim))
+    if kind == "reduce_scatter":
+        return nbytes(given) * (gloo or along(given, dim) or not given.is_contiguous())
+    if kind == "all_to_all":
+        return nbytes(given) * (along(given, dim) or not given.is_contiguous()) + nbytes(made) * along(made, *more)
+    return 0
 
 
 _VIEWS = {

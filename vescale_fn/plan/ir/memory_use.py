@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from torch import fx
 
 from ..._core.base.source_lines import quoted, readable
+from ..._core.distributed.collectives import Collective, Start
 from . import graph as plan
 from . import memory_aliases
 from .branches import Branches
+from .collective_nodes import in_order_of_ranks
 from .loop import EACH, LAST, Loop, eaten, loop_of
 from .mapped import Mapped
 from .nested import bodies_of
@@ -89,22 +91,27 @@ _SHOWN = 8  # lines of what is alive at the peak
 ARGUMENTS = "arguments"
 
 
-def memory(graph: fx.Graph, mortal: frozenset[fx.Node] = frozenset()) -> MemoryUse:
+def memory(
+    graph: fx.Graph,
+    mortal: frozenset[fx.Node] = frozenset(),
+    together: Mapping[fx.Node, tuple[fx.Node, int]] | None = None,
+) -> MemoryUse:
     """The memory that a plan needs: each thing lives from the call that makes it to the last that needs any view of it.
 
     Arguments and constants are alive all the time: a donated argument's memory is what a result is written into.
 
     Args:
         mortal: arguments that nobody else needs, which are alive up to their last use.
+        together: of arguments that lie in one memory with others, the first of these, and how many bytes it has.
     """
-    alive = _Alive(graph, mortal)
+    alive = _Alive(graph, mortal, together or {})
     timeline = [Moment(call_text(node), node.meta.get("line", ""), now) for node, now in alive.at.items()]
     return MemoryUse(timeline, alive.arguments, _by_line(alive.held(), alive.deepest))
 
 
 def alive_at(graph: fx.Graph) -> dict[fx.Node, int]:
     """The bytes that are alive while each call of a plan runs, in order: those of the timeline of `memory`."""
-    return _Alive(graph, frozenset()).at
+    return _Alive(graph, frozenset(), {}).at
 
 
 class _Alive:
@@ -116,13 +123,16 @@ class _Alive:
         deepest: what is alive in the body that runs where the most is; None where none does.
     """
 
-    def __init__(self, graph: fx.Graph, mortal: frozenset[fx.Node]) -> None:
-        lie = memory_aliases.memories(graph)
+    def __init__(
+        self, graph: fx.Graph, mortal: frozenset[fx.Node], together: Mapping[fx.Node, tuple[fx.Node, int]]
+    ) -> None:
+        lie = _lying_together(memory_aliases.memories(graph), together)
         last = memory_aliases.last_uses(graph, lie)
         ends: dict[fx.Node, list[memory_aliases.Memory]] = {}
         for piece, node in last.items():
             ends.setdefault(node, []).append(piece)
-        self.sizes = sizes = {piece: piece.bytes for piece in last}
+        one = dict(together.values())
+        self.sizes = sizes = {piece: one.get(piece.maker, piece.bytes) for piece in last}
         self.at: dict[fx.Node, int] = {}
         self.deepest: MemoryUse | None = None
         live = top = 0
@@ -149,6 +159,7 @@ class _Alive:
                 if now > top:
                     top, self._top, self.deepest = now, len(self.at), max(uses, key=_made, default=None)
                 self.at[node] = now
+            live += _on_its_way(node)
             for piece in ends.get(node, ()):
                 if not _is_given(piece.maker) or piece.maker in mortal:
                     self._stops[piece] = len(self.at)
@@ -159,6 +170,16 @@ class _Alive:
         """The pieces that are alive where the most is."""
         top, stops = self._top, self._stops
         return {x: self.sizes[x] for x, begin in self._begins.items() if begin <= top < stops.get(x, top + 1)}
+
+
+def _lying_together(
+    lie: dict[fx.Node, frozenset[memory_aliases.Memory]], together: Mapping[fx.Node, tuple[fx.Node, int]]
+) -> dict[fx.Node, frozenset[memory_aliases.Memory]]:
+    """The memories in which values lie, where some arguments lie in one."""
+    if not together:
+        return lie
+    one = {memory_aliases.Memory(x): memory_aliases.Memory(first) for x, (first, _) in together.items()}
+    return {x: frozenset(one.get(piece, piece) for piece in pieces) for x, pieces in lie.items()}
 
 
 def _at_once(node: fx.Node, live: int, results: int, uses: list[MemoryUse], within: dict[Any, MemoryUse]) -> int:
@@ -230,13 +251,24 @@ def _within(known: dict[Any, MemoryUse], body: fx.Graph, dying: tuple[int, ...])
 
 
 def _scratch(node: fx.Node) -> int:
-    """The bytes that a kernel takes for itself while it runs, where they are many: flash attention adds up the gradient of the
-    queries in float32 on a GPU, with a number for each row."""
+    """The bytes that a call takes for itself while it runs, where they are many: flash attention adds up the gradient of the
+    queries in float32 on a GPU, with a number for each row; collectives have values in the order of the ranks."""
+    if isinstance(node.target, Collective):
+        return in_order_of_ranks(node)
     if not plan.name_of(node).endswith("flash_attention_backward"):
         return 0
     query = plan.value(node.args[1])  # type: ignore[arg-type]
     rows = math.prod(query.shape[:-1])
     return 4 * (query.numel() + rows) if query.device.type != "cpu" else 0
+
+
+def _on_its_way(node: fx.Node) -> int:
+    """By how many bytes there are more behind a call, or fewer, as what a collective takes for itself is alive from its start
+    until it has been waited for."""
+    if isinstance(node.target, Start) and any(x.op != "output" for x in node.users):
+        return in_order_of_ranks(node)
+    start = node.args[0] if node.args else None
+    return -in_order_of_ranks(start) if isinstance(start, fx.Node) and isinstance(start.target, Start) else 0
 
 
 def _made(use: MemoryUse) -> int:

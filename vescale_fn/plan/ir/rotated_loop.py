@@ -19,7 +19,9 @@ from .graph import calls, output
 from .loop import Loop
 from .nested import ends
 
-OWN = "own"  # in the meta of a part's placeholder: what comes there is made in another part, and nothing else has it
+OWN = (
+    "own in its part"  # in the meta of a placeholder: what comes there is made in another part, and nothing else has it
+)
 
 
 @dataclass(frozen=True, eq=False)
