@@ -20,6 +20,7 @@
 # anything runs.
 
 # %%
+import dataclasses
 import functools
 
 import matplotlib.pyplot as plt
@@ -87,8 +88,7 @@ with vfn.simulate(2):
 LLAMA = llama.Config(vocab=64, dim=32, heads=4, groups=4, layers=8, hidden=64, dropout=0.0)
 
 
-def pipelined(schedule, layout=None):
-    config = LLAMA if layout is None else models.laid_out(LLAMA, layout)
+def pipelined(schedule, config=LLAMA):
     return vfn.pipeline(
         lambda params, batch, key: llama.loss(params, batch, config, key),
         "pp",
@@ -186,7 +186,8 @@ figure, panels = plt.subplots(1, 4, figsize=(12, 2.8), sharey=True, layout="cons
 with vfn.simulate(RANKS), vfn.use_mesh(vfn.make_mesh((RANKS,), ("pp",))):
     for panel, name in zip(panels, ("gpipe", "1f1b", "zb-h2", "zbv")):
         run = pipelined(name)
-        placed = vfn.shard(shapes, vfn.current_mesh(), run.specs(shapes, text, KEY))
+        if name in ("gpipe", "zbv"):  # a stage for each rank, as in the next two; two stages for each
+            placed = vfn.shard(shapes, vfn.current_mesh(), run.specs(shapes, text, KEY))
         memory = run.plan(placed, text, KEY).memory()
         print(f"{name:6} peak of each rank:", ", ".join(f"{peak / 1e3:.0f} kB" for peak in memory.peaks))
         for rank, row in enumerate(memory.rows):
@@ -199,8 +200,8 @@ plt.show()
 # %% [markdown]
 # ## The same numbers from each
 #
-# A step of this Llama under all seven, on four ranks that this process plays. Each gives the bits of one device that
-# computes the same parts one after the other.
+# A step of this Llama with a stage for each rank, with two, and with two that lie as a V, on four ranks that this process
+# plays. Each gives the bits of one device that computes the same parts one after the other.
 
 # %%
 whole = llama.init(KEY, LLAMA, torch.float64)
@@ -208,7 +209,7 @@ value, grads = vfn.value_and_grad(pipelined("1f1b"))(whole, text, KEY)
 with vfn.simulate(RANKS):
     mesh = vfn.make_mesh((RANKS,), ("pp",))
     params = vfn.shard(whole, mesh, P())  # without specs of the pipeline, each rank has all of them
-    for name in NAMED:
+    for name in ("gpipe", "interleaved", "zbv"):
         found = vfn.unshard(vfn.value_and_grad(pipelined(name))(params, text, KEY))
         for one, other in zip(vfn.tree.leaves((value, grads)), vfn.tree.leaves(found), strict=True):
             assert torch.equal(one, other)
@@ -217,24 +218,27 @@ with vfn.simulate(RANKS):
 # %% [markdown]
 # ## Training, on four processes
 #
-# Two stages, each on two ranks that share the batch and keep the parameters in parts (FSDP): two lines make a pipeline of
-# the step that there was, the one with `vfn.pipeline` and the one with its specs. All of the step is one plan, `vfn.jit`:
-# the schedule, the sums of gradients over `dp`, clipping, the update. `vfn.launch` runs it on processes, which talk over
-# gloo.
+# Four layers in two stages, each on two ranks that share the batch and keep the parameters in parts (FSDP): two lines make a
+# pipeline of the step that there was, the one with `vfn.pipeline` and the one with its specs. All of the step is one plan,
+# `vfn.jit`: the schedule, the sums of gradients over `dp`, clipping, the update. `vfn.launch` runs it on processes, which talk
+# over gloo.
 
 
 # %%
+FOUR = dataclasses.replace(LLAMA, layers=4)
+init = functools.partial(llama.init, config=FOUR, dtype=torch.float64)
+shapes = vfn.eval_shape(init, KEY)
+
+
 def train(mesh=None, steps=8):
     layout = parallel("pp+fsdp", mesh) if mesh else None
     optimizer = vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), vfn.optim.adamw(1e-2))
-    run = pipelined("zb-h1", layout)
-    place, params, update = lambda x: x, llama.init(KEY, LLAMA, torch.float64), None
+    run = pipelined("zb-h1", models.laid_out(FOUR, layout) if mesh else FOUR)
+    place, params, update = lambda x: x, init(KEY), None
     if mesh:
         place = lambda x: vfn.shard(x, mesh, layout.spec("batch"))
         specs = layout.specs(shapes, llama.NAMES, mesh).staged(run, shapes, place(text), KEY)
-        params = vfn.init(
-            functools.partial(llama.init, config=LLAMA, dtype=torch.float64), KEY, spec=specs.params, mesh=mesh
-        )
+        params = vfn.init(init, KEY, spec=specs.params, mesh=mesh)
         state, update = specs.init(optimizer, params), functools.partial(specs.update, optimizer)
     else:
         state = optimizer.init(params)
@@ -261,7 +265,7 @@ def on_processes():
 
 
 alone, _ = train()
-count = sum(x.numel() for x in vfn.tree.leaves(whole))
+count = sum(x.numel() for x in vfn.tree.leaves(shapes))
 for rank, (losses, held) in enumerate(vfn.launch(on_processes, 4, device="cpu")):
     assert max(abs(a - b) for a, b in zip(losses, alone)) < 1e-12
     print(f"rank {rank}: {held:,} of {8 * count:,} bytes of parameters, loss {losses[0]:.6f} -> {losses[-1]:.6f}")

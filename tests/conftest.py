@@ -9,15 +9,13 @@ gc.disable()  # until all tests are collected: nothing of what is made till then
 # PYTHONDONTWRITEBYTECODE says: who imports a file first, until all tests are collected, leaves it compiled.
 as_asked, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
+STARTUP = os.path.join(os.path.dirname(__file__), "startup")
+paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *(path for path in paths if path not in ("", STARTUP))])
+
 import pytest
-import torch
-from pool import Pool
 
-from vescale_fn._core.base import context
-
-torch.set_num_threads(1)
-
-_pool: list[Pool] = []
+_pool = []
 
 # Each mechanism once, on simulated and on real ranks, in under two minutes on two cores: `pytest -m fast`.
 FAST = """
@@ -40,6 +38,18 @@ def pytest_cmdline_main(config):
         config.option.dist = "worksteal"
 
 
+def pytest_sessionstart(session):
+    """torch, and the package, are imported by who runs tests: not by the process that deals them out to xdist's workers."""
+    if hasattr(session.config, "workerinput") or not getattr(session.config.option, "numprocesses", None):
+        global context, torch, torch_internals
+        import torch
+
+        from vescale_fn._core import torch_internals
+        from vescale_fn._core.base import context
+
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem.removeprefix("test_") in FAST:
@@ -48,16 +58,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker("gloo")
         if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # first: at the end others would wait for them
 
 
 def pytest_collection_finish(session):
     """Fork the pool's nursery before the first test: later this process may not be fit to fork any more."""
+    torch_internals.preload()  # not by each process that is forked from this one
     gc.freeze()  # what is here now, torch and all tests, no collection shall visit;
-    gc.set_threshold(50_000, 20, 20)  # and they are seldom: together that was a tenth of the time of a run
+    gc.set_threshold(200_000, 20, 20)  # and they are seldom: together that was a tenth of the time of a run
     gc.enable()
     sys.dont_write_bytecode = as_asked
     needed = any("gloo" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not _pool and not session.config.option.collectonly:
+        from pool import Pool
+
         _pool.append(Pool())
 
 

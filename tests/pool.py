@@ -14,7 +14,6 @@ import sys
 import tempfile
 from typing import Any
 
-from vescale_fn._core import torch_internals
 from vescale_fn._core.base import state
 from vescale_fn._core.distributed import launcher, worker
 from vescale_fn._core.distributed.failure_text import first_and_others
@@ -81,7 +80,6 @@ def _nurse(parent: int, pipe: Any) -> None:
     worker.end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the ranks write where pytest's process does
-    torch_internals.preload()
     gc.freeze()  # a collection in a rank would touch, and so copy, all that it has from here
     crews: dict[int, _Crew] = {}
     while (order := _receive(pipe)) is not None:

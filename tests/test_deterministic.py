@@ -1,12 +1,9 @@
 """`vfn.deterministic`: the bits of a program are the same on 1, 2, 4 and 8 processes, and with all layouts of data."""
 
 import functools
-import inspect
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -15,6 +12,7 @@ from sampled_bits import BODY, found_in
 from test_communicator import programs
 from test_mesh_parts import PARTS
 from test_mesh_parts import values as values_on
+from whole import some
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -322,9 +320,9 @@ UNLIKE = ("1:27", "1:37", "1:71")  # processes play ranks with blocks of other s
 
 @pytest.mark.filterwarnings("ignore")
 def test_sampled_programs_have_the_same_bits(gloo) -> None:
-    names = [*UNLIKE, *(f"10:{i}" for i in range(9)), *(BODY + x for x in ("1:3", "1:17", "4711:106"))]
+    names = [*UNLIKE, *(f"10:{i}" for i in range(some(5, 9))), *(BODY + x for x in ("1:3", "1:17", "4711:106"))]
     expected = same_on(gloo, (2, 4), 4, found_in, names)
-    assert sum(len(lines) > 1 for lines in expected.values()) > 12
+    assert sum(len(lines) > 1 for lines in expected.values()) > some(9, 12)
 
 
 # Parts of a mesh
@@ -463,29 +461,6 @@ def test_processes_play_consecutive_ranks() -> None:
         assert vfn.launch(_where, 4, device="cpu") == [
             (range(2 * i, 2 * i + 2), (2, 4), ((0, 0), (0, 2), (1, 0), (1, 2))[i]) for i in range(4)
         ]
-
-
-def _digest():
-    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
-    w = vfn.random.normal(vfn.random.key(0), (16, 12), spec=P(None, "tp"), mesh=mesh)
-    x = vfn.random.normal(vfn.random.key(1), (32, 16), spec=P("dp"), mesh=mesh)
-    return vfn.digest(vfn.grad(lambda w: torch.tanh(x @ w).square().mean())(w))
-
-
-def test_on_torchrun(tmp_path) -> None:
-    program = f"import torch\nimport vescale_fn as vfn\nfrom vescale_fn import P\n{inspect.getsource(_digest)}"
-    program += "vfn.deterministic(virtual=4)\nprint(f'digest {_digest()}\\n', end='', flush=True)\n"
-    (tmp_path / "program.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        tmp_path / "program.py",
-    ]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-    assert out.splitlines() == [f"digest {played(4, _digest)}"] * 2
 
 
 MISUSES = {

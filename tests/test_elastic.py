@@ -213,6 +213,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(undisturbed, tmp_path):
     (tmp_path / "program.py").write_text(
         textwrap.dedent(PROGRAM.format(tests=os.path.dirname(__file__), folder=str(tmp_path)))

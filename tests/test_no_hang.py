@@ -906,16 +906,29 @@ def test_an_error_that_all_ranks_catch_leaves_them_usable(gloo):
     assert gloo(2, caught_alike) == [True, True]
 
 
+def digest():
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    w = vfn.random.normal(vfn.random.key(0), (16, 12), spec=P(None, "tp"), mesh=mesh)
+    x = vfn.random.normal(vfn.random.key(1), (32, 16), spec=P("dp"), mesh=mesh)
+    return vfn.digest(vfn.grad(lambda w: torch.tanh(x @ w).square().mean())(w))
+
+
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
-    """The ranks' places; a divergence that is caught, through torchrun's own store; a rank that fails while the other waits."""
+    """The ranks' places; the bits of one process under deterministic; a divergence that is caught, through torchrun's own
+    store; a rank that fails while the other waits."""
     script = """
         import os, torch, torch.distributed as dist, vescale_fn as vfn
         from vescale_fn import P
         from vescale_fn._core.distributed import ranks
+        DIGEST
         place = ranks.ensure_process_group()
         one = torch.ones(1); dist.all_reduce(one)
         os.write(1, f"{place} {one.item()} {ranks.device_type()}\\n".encode())  # at once: two ranks share the pipe
+        mode = vfn.deterministic(virtual=4)
+        os.write(1, f"digest {digest()}\\n".encode())
+        with mode:
+            pass  # it ends
         mesh, x = vfn.make_mesh((2,), ("a",)), torch.arange(4.0)
         rank = dist.get_rank()
         with vfn.debug():
@@ -929,13 +942,16 @@ def test_under_torchrun(tmp_path):
             raise ValueError("of rank 1 alone")
         dist.all_reduce(x)
     """
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    (tmp_path / "script.py").write_text(textwrap.dedent(script).replace("DIGEST", inspect.getsource(digest)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env["PYTHONPATH"]])
     done = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     places = ["(0, 2) 2.0 cpu", "(1, 2) 2.0 cpu"]
     twice = ["  * its value: f32[1] on rank 0, f32[2] on rank 1", "6.0"] * 2
+    with vfn.deterministic(virtual=4):
+        twice += [f"digest {digest()}"] * 2
     assert sorted(done.stdout.splitlines()) == sorted(places + twice)
     assert done.stderr.index("ValueError: of rank 1 alone") < (done.stderr + "Connection").index("Connection")
 

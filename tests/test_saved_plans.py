@@ -1,6 +1,7 @@
 """Plans as files: replayed in another process as where they were recorded; for anything else the function is recorded anew."""
 
 import functools
+import importlib
 import inspect
 import json
 import subprocess
@@ -264,33 +265,39 @@ def test_no_word_of_a_file_becomes_code(tmp_path):
     assert not Path("planted").exists()
 
 
+# Two programs, each in a process of its own, in turn: an interpreter, and a fork of it.
 PROGRAM = """
-import sys, torch, vescale_fn as vfn
+import os, sys, torch, vescale_fn as vfn
 sys.path.insert(0, {folder!r})
+if os.fork():
+    assert os.wait()[1] == 0
+    with open({folder!r} + "/steps.py", "w") as file:
+        file.write({changed!r})
+    sys.stderr.write("---")
 from steps import step
 f = vfn.jit(step, plans=[vfn.load_plan({path!r})])
-print(f(torch.ones(2), torch.eye(2)).tolist(), f.cache_info().records)
+print(f(torch.ones(2), torch.eye(2)).tolist(), f.cache_info().records, flush=True)
 """
 
 
-def test_another_process_uses_it_and_another_source_file_does_not(tmp_path):
+def test_another_process_uses_it_and_another_source_file_does_not(tmp_path, monkeypatch):
     folder, path = tmp_path / "here", str(tmp_path / "plan")
     folder.mkdir()
     source = (
         "import vescale_fn as vfn\ndef step(w, x):\n    return w - 0.1 * vfn.grad(lambda w: ((x @ w) ** 2).sum())(w)\n"
     )
     (folder / "steps.py").write_text(source)
-    saving = "import torch, vescale_fn as vfn; from steps import step; "
-    saving += f"vfn.save_plan(vfn.jit(step).lower(torch.ones(2), torch.eye(2)), {path!r})"
-    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
-    run([sys.executable, "-c", saving], cwd=folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "steps", raising=False)
+    vfn.save_plan(vfn.jit(importlib.import_module("steps").step).lower(torch.ones(2), torch.eye(2)), path)
+    monkeypatch.delitem(sys.modules, "steps")
     moved = folder.rename(tmp_path / "there")
-    ran = run([sys.executable, "-c", PROGRAM.format(folder=str(moved), path=path)])
-    assert (ran.stdout.split("] ")[1].strip(), ran.stderr) == ("0", "")
-    (moved / "steps.py").write_text(source.replace("0.1", "0.2"))
-    ran = run([sys.executable, "-c", PROGRAM.format(folder=str(moved), path=path)])
-    assert ran.stdout.split("] ")[1].strip() == "1"
-    assert "the function, or what it closes over, has changed since" in ran.stderr
+    program = PROGRAM.format(folder=str(moved), path=path, changed=source.replace("0.1", "0.2"))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [line.split("] ")[1] for line in ran.stdout.splitlines()] == ["0", "1"]
+    as_saved, changed = ran.stderr.split("---")
+    assert as_saved == ""
+    assert "the function, or what it closes over, has changed since" in changed
 
 
 def _on_ranks(path, rows):
