@@ -2826,6 +2826,21 @@ def a_pipeline_that_reads_a_value(mesh):
 
 
 @misuse
+def a_pipeline_of_eager_experts(mesh):
+    """TransformError
+    pipeline: f cannot be recorded
+      * torch's nonzero gives a result whose shape, or whether it can run, depends on values, at misuses.py: `expert_hit = (x > 0).nonzero()`
+      Instead: experts_implementation="batched_mm" in the config of the model, whose "eager" experts are a loop over values
+    """
+
+    def f(params, x):
+        expert_hit = (x > 0).nonzero()
+        return layers(params, x) + expert_hit.sum()
+
+    vfn.grad(two(f))(three(mesh), X)
+
+
+@misuse
 def a_cut_in_a_branch(mesh):
     """TransformError
     cut: a pipeline cuts the whole program, not a branch of a choice or the body of a while_loop

@@ -26,6 +26,11 @@ from .tracing.recorder import Unrecordable
 from .tracing.trace import Recorded, trace_with_cuts
 
 
+_OF_VALUES = "vfn.cond or torch.where for `if`, vfn.while_loop for `while`, tensors for numbers"
+# transformers' own words for the experts that have tokens, over which Python loops
+_OF_EXPERTS = 'experts_implementation="batched_mm" in the config of the model, whose "eager" experts are a loop over values'
+
+
 class Consensus:
     """What comes of recording a function for a pipeline here, and what the other ranks say of it.
 
@@ -62,7 +67,7 @@ class Consensus:
         if failure is not None:
             raise failure
         if reason:
-            fix = "vfn.cond or torch.where for `if`, vfn.while_loop for `while`, tensors for numbers"
+            fix = _OF_EXPERTS if "expert_hit" in reason else _OF_VALUES
             raise TransformError(report("pipeline", f"{name} cannot be recorded", [reason], fix))
         assert recorded is not None
         self.recorded: Recorded = recorded
