@@ -480,7 +480,7 @@ def planned_step():
     """Updates in a plan, and as written; and what each kind of collective of the plan carries."""
     mesh = vfn.make_mesh((2, 2), ("pp", "dp"))
     batch = vfn.shard((X, Y), mesh, P("dp"))
-    piped = vfn.pipeline(layered, "pp", microbatches=2, cuts=[1])
+    piped = vfn.pipeline(layered, "pp", microbatches=2, cuts=[1], schedule="auto")  # which `specs` finds
     with vfn.use_mesh(mesh):
         params = vfn.shard(LAYERS, mesh, piped.specs(vfn.eval_shape(lambda: LAYERS), *batch))
     opt = vfn.optim.adamw(1e-2)

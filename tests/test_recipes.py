@@ -339,6 +339,12 @@ def test_a_difference_is_an_exit_status(capsys, monkeypatch):
             "--parallel pp --mesh pp=2 --accumulate 2",
             "--parallel pp: a pipeline has the parts of a batch already, --microbatches N: not with --accumulate",
         ),
+        ("--parallel pp --mesh pp=2 --chunks 2", "--chunks is about --schedule interleaved, and here is 1f1b"),
+        ("--parallel pp --mesh pp=2 --schedule interleaved --chunks 0", "--chunks 0 must be at least 1"),
+        (
+            "--parallel pp --mesh pp=2 --schedule interleaved --chunks 3 --layers 4",
+            "--schedule interleaved on pp=2 has 6 stages, and --layers 4 are cut into 5 at most",
+        ),
         ("--parallel pp --mesh pp=2 --microbatches 0", "--microbatches 0 must be at least 1"),
         ("--parallel pp --mesh pp=2 --microbatches 5", "--microbatches 5 must divide --batch 16"),
         (

@@ -157,17 +157,19 @@ def test_optimizers_are_those_of_torch(name):
 
 def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tmp_path, capsys, monkeypatch):
     init, made = llama.init, []
-    sizes = ["--steps", "6", "--layers", "2", "--dropout", "0"]
+    sizes = ["--steps", "6", "--layers", "3", "--dropout", "0"]
     whole = losses(*sizes, "--mesh", "dp=1,tp=1")
     checkpoints = [*sizes, "--checkpoints", str(tmp_path), "--save-every", "2", "--keep", "2"]
     monkeypatch.setattr(llama, "init", lambda *args: made.append(init(*args)) or made[-1])
-    first = losses(*"--parallel pp+fsdp --mesh pp=2,dp=2 --microbatches 2".split(), *checkpoints)
+    first = losses(
+        *"--parallel pp+fsdp --mesh pp=2,dp=2 --microbatches 2 --schedule interleaved --chunks 2".split(), *checkpoints
+    )
     assert all(isinstance(leaf, FakeTensor) for leaf in optree.tree_leaves(made))  # no rank has made whole parameters
     assert made
     for step in (6, 4):  # as if it had been killed after step 4
         assert (tmp_path / f"step-{step}").is_dir()
     (tmp_path / "step-6").rename(tmp_path / "gone")
-    second = ran(*"--parallel pp --mesh pp=3 --microbatches 4 --schedule zb-h1".split(), *checkpoints, "--resume")
+    second = ran(*"--parallel pp --mesh pp=3 --microbatches 4 --schedule auto".split(), *checkpoints, "--resume")
     assert first == pytest.approx(whole, abs=1e-5)
     assert second["losses"] == pytest.approx(whole[4:], abs=1e-5)
     assert f"resumed   after step 4, from {tmp_path}" in capsys.readouterr().out
@@ -180,7 +182,7 @@ def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tm
     assert f"loaded    after step 6, from {tmp_path}\nheld-out  " in out
     assert out.count("steps     6 of adamw") == 1
     for other, said in [
-        ("--evaluate --dim 32 --layers 3", f"--evaluate: {tmp_path} has checkpoints of a run with --dim 16 --layers 2"),
+        ("--evaluate --dim 32 --layers 2", f"--evaluate: {tmp_path} has checkpoints of a run with --dim 16 --layers 3"),
         ("--resume --optimizer lion", f"--resume: {tmp_path} has checkpoints of a run with --optimizer adamw"),
         ("", f"--checkpoints {tmp_path} has those of a run that has come to step 6: --resume, or another folder"),
     ]:

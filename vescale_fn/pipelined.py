@@ -95,7 +95,8 @@ def pipeline(
         gather: how often a stage's parameters are gathered that are split over other axes (FSDP), and are computed with whole:
             once a ``"step"``, and kept for it; or for each ``"microbatch"``, by its forward and by its backward task.
         costs: for ``"auto"``: what each stage takes, as measured, of one or several stages a rank; by default as predicted, of
-            one. In a `vfn.jit` on real ranks they have to be given.
+            one. Ranks look for a schedule together, and so not in a `vfn.jit`, where it is the one that ``specs``, ``plan`` or
+            a call before it has found.
         has_aux: whether `f` gives a pair.
 
     Returns:
@@ -193,10 +194,11 @@ class Pipelined:
         self._plans: OrderedDict[Any, Staged] = OrderedDict()
         self._within: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()  # those made in a recording
         self._schedules: dict[int, schedules.Schedule] = {}  # by the number of ranks
+        self._found: dict[int, schedules.Schedule] = {}  # for "auto", outside of recordings
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes plans of its own."""
-        return {**self.__dict__, "_plans": OrderedDict(), "_within": WeakKeyDictionary()}
+        return {**self.__dict__, "_plans": OrderedDict(), "_within": WeakKeyDictionary(), "_found": {}}
 
     def __repr__(self) -> str:
         f = getattr(self._f, "__qualname__", None) or short(self._f)
@@ -339,8 +341,9 @@ class Pipelined:
         name = getattr(self._f, "__name__", type(self._f).__name__)
 
         def made(within: bool = False) -> Staged:
-            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto", runs
-            found = Staged(call, varying, count, names, homes, along, schedule, *how_cut)
+            known = self._found.get(along.size) if within else None
+            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto" and known is None, runs
+            found = Staged(call, varying, count, names, homes, along, known or schedule, *how_cut)
             check_results(tree.paths(tree.unflatten(found.out_def, found.like), "result"), found.like, "pipeline")
             return found
 
@@ -360,6 +363,8 @@ class Pipelined:
         assert call is not None
         if not everywhere or found is None:
             found = self._plans[call.key] = call.made()
+            if self._schedule == "auto":
+                self._found[along.size] = found.schedule
             if len(self._plans) > _KEPT:
                 self._plans.popitem(last=False)
         return found, call.leaves

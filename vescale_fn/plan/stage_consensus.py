@@ -25,10 +25,11 @@ from .tracing.rank_notes import RecordingNotes
 from .tracing.recorder import Unrecordable
 from .tracing.trace import Recorded, trace_with_cuts
 
-
 _OF_VALUES = "vfn.cond or torch.where for `if`, vfn.while_loop for `while`, tensors for numbers"
 # transformers' own words for the experts that have tokens, over which Python loops
-_OF_EXPERTS = 'experts_implementation="batched_mm" in the config of the model, whose "eager" experts are a loop over values'
+_OF_EXPERTS = (
+    'experts_implementation="batched_mm" in the config of the model, whose "eager" experts are a loop over values'
+)
 
 
 class Consensus:
@@ -91,9 +92,8 @@ class Consensus:
             return list(mine)
         if self._within:
             what = 'with schedule="auto" ranks look for a schedule together, which they cannot in a vfn.jit'
-            raise TransformError(
-                report("pipeline", what, fix="costs=vfn.schedules.Costs(...), or schedule=piped.plan(...).schedule")
-            )
+            fix = "piped.specs(...) or piped.plan(...) before it, which find one; or costs=vfn.schedules.Costs(...)"
+            raise TransformError(report("pipeline", what, fix=fix))
         return [max(column) for column in zip(*self._everyone(list(mine)), strict=True)]
 
     def heard(self) -> int:

@@ -136,9 +136,9 @@ class Layout:
 
     def pipelined(self, loss: Callable[..., Any], **how: Any) -> Callable[..., Any]:
         """`loss`, a function of parameters and batch, as a pipeline along "pp", if the layout has one; `how`: as for
-        `vfn.pipeline`; "interleaved" has two stages a rank."""
-        if how.get("schedule") == "interleaved":
-            how.setdefault("chunks", 2)
+        `vfn.pipeline`; "interleaved" has by default two stages a rank."""
+        if how.get("schedule") == "interleaved" and how.get("chunks") is None:
+            how["chunks"] = 2
         return vfn.pipeline(loss, "pp", **how) if self.stages else loss
 
     def attention(self, f: Callable[..., Any]) -> Callable[..., Any]:
