@@ -20,7 +20,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Check that they fit the rest, and fill in what is not given."""
+    """Check that they fit the rest, fill in what is not given, and note what `vfn.pipeline` takes of them."""
+    options.pipeline = {}
     ranks, parallel = options.mesh.get("pp", 1), f"--parallel {options.parallel}"
     if "pp" not in options.parallel.split("+"):
         for name in ("microbatches", "schedule", "chunks"):
@@ -50,3 +51,4 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if stages > options.layers + 1:
         most = f"--layers {options.layers} are cut into {options.layers + 1} at most"
         parser.error(f"--schedule {options.schedule} on pp={ranks} has {stages} stages, and {most}")
+    options.pipeline = {name: getattr(options, name) for name in ("microbatches", "schedule", "chunks")}

@@ -165,9 +165,7 @@ class TrainingJob:
         model, config, self.precision = options.MODELS[opt.model], opt.config, opt.precision
         loss = self.precision.apply(lambda params, batch, key=None: model.loss(params, batch, config, key))
         loss = scaled(loss)
-        loss = opt.layout.pipelined(
-            loss, microbatches=opt.microbatches, schedule=opt.schedule, chunks=opt.chunks
-        )  # mesh
+        loss = opt.layout.pipelined(loss, **opt.pipeline)  # mesh
         place: Callable[[Any], Any] = lambda batch: batch.to(opt.device)
 
         def initial(key: vfn.random.Key) -> Any:
