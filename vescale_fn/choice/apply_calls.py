@@ -23,7 +23,7 @@ from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import WHOLE, type_text
 from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
-from ..plan.ir.graph import Step, is_aten, name_of, value, written
+from ..plan.ir.graph import Step, is_aten, name_of, value, viewed, written
 from ..plan.tracing.traced_float import Number
 from .search.layouts import CallLayout
 
@@ -115,14 +115,12 @@ class Calls:
         nodes = operands(node)
         if not nodes:
             return self._made(node, stated)
-        if stated is None:
+        if stated is None or self._stays(node):
             return func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
         given = [self._brought(x, spec, node) for x, spec in zip(nodes, stated.ins, strict=True)]
         each = iter(given)
         take = lambda x: next(each) if isinstance(value(x), torch.Tensor) else _as_torch_sees(self.given(x))
         args, kwargs = filled(node.args, take), filled(node.kwargs, take)
-        if written(node) or any(x in self.hot for x in nodes):
-            return self._laid_out(node, func(*args, **kwargs), stated.outs, stays=True)
         decision = self._decision(node, given, args, kwargs, stated)
         if decision is not None:
             return decision.run(Array, args, kwargs)
@@ -145,6 +143,11 @@ class Calls:
                 self._decided[key] = None  # of whole arguments every rank can make all, and keep its part
         return self._decided[key]
 
+    def _stays(self, node: fx.Node) -> bool:
+        """Whether a call writes its arguments, or shows memory that is written: they stay where they are, and the rules
+        vote."""
+        return bool(written(node)) or (bool(viewed(node)) and any(x in self.hot for x in node.all_input_nodes))
+
     def _same(self, a: P, b: P, x: torch.Tensor) -> bool:
         return normal(a, self.axes, x.shape) == normal(b, self.axes, x.shape)
 
@@ -153,25 +156,15 @@ class Calls:
         x = self._values[node]
         if self._same(spec_of(x), spec, x):
             return x
-        if node in self.hot:
-            raise SpecError(
-                report(
-                    "choice",
-                    _NOT_SO,
-                    [
-                        f"{caller.name} wants {node.name} as {spec!r}, which lies as {spec_of(x)!r} and stays there: it is "
-                        f"written in place, {_where(caller)}"
-                    ],
-                    _LEFT_OUT,
-                )
-            )
         found = self._moved.get((node, spec))
         if found is None:
             target = normal(spec, self.axes, x.shape)
             why = reason(caller.target, tuple(x.shape), x.dtype, spec_of(x), target)
             with _again() if (node, spec) in self._before else nullcontext():
                 local = in_order(brought(x, target, why), x)
-            found = self._moved[node, spec] = wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
+            found = wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
+            if node not in self.hot:  # which later is another value
+                self._moved[node, spec] = found
         return found
 
     def _made(self, node: fx.Node, stated: CallLayout | None) -> Any:
@@ -184,8 +177,8 @@ class Calls:
         outs = [P()] * len(results(node)) if stated is None else stated.outs
         return self._laid_out(node, out, outs)
 
-    def _laid_out(self, node: fx.Node, out: Any, specs: Sequence[P], stays: bool = False) -> Any:
-        """Results, each moved to where it is to lie; `stays`: or refused, where it does not."""
+    def _laid_out(self, node: fx.Node, out: Any, specs: Sequence[P]) -> Any:
+        """Results, each moved to where it is to lie."""
         each = iter(specs)
 
         def one(x: Any) -> Any:
@@ -194,7 +187,7 @@ class Calls:
             spec = next(each)
             if is_array(x) and self._same(spec_of(x), spec, x):
                 return x
-            if stays or spec.unreduced:
+            if spec.unreduced:
                 is_ = type_text(x.shape, x.dtype, spec_of(x) if is_array(x) else WHOLE)
                 raise self.unfit(node, CallLayout((), tuple(specs)), f"it gives {is_}")
             return place(x, self.mesh, normal(spec, self.axes, x.shape), f"what {name_of(node)} gives, in parts")

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from .._core.arrays.layout_solver import solved
+from .._core.arrays.reshard_plan import LOCAL_KINDS, plan
 from .._core.sharding.layout import type_text
 from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
@@ -141,11 +142,18 @@ class _Walk:
             spec, backward = lies, False  # the vote's move does not come back, a written one does
             node, x, lies = made
             self.lies[x].append(spec)
+        elif backward and not self._travels(x, lies, spec):
+            return
         what = self.paths.get(x) or f"what {name_of(x) or 'a call'} gives at {place(x.meta.get('line') or '?')}"
         kind = type_text(shape, value(x).dtype, lies)
         if not backward:
             self.back.add((shape, P(*lies)))
         self.found.append(MoveToWrite(node.meta.get("line") or "?", what, kind, spec, name_of(node), backward))
+
+    def _travels(self, x: fx.Node, lies: P, spec: P) -> bool:
+        """Whether a move is more than that each rank takes its part."""
+        steps = plan(tuple(value(x).shape), tuple(self.axes.items()), lies, spec)
+        return any(step.kind not in LOCAL_KINDS for step in steps)
 
     def _first_use(self, x: fx.Node, spec: P) -> fx.Node | None:
         """The first call of the forward pass that is given a value, if it is to lie so there, too."""

@@ -28,7 +28,8 @@ class Layouts:
     Attributes:
         mesh: the mesh's axes, with their sizes.
         inputs: of each placeholder of the recorded graph how it lies; None for what is no tensor.
-        calls: of calls, by their nodes' names, how they are carried out; others run as the rules vote.
+        calls: of calls, by their nodes' names, how they are carried out; others, and those that write in place or show memory
+            that is written, run as the rules vote.
         outputs: of each leaf of the result how it lies; None for what is no tensor.
     """
 
