@@ -12,6 +12,7 @@ import whole
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.arrays.shapes import ShapeDtype
+from vescale_fn.choice.apply import applied
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.search.held import held
 from vescale_fn.choice.search.program import program
@@ -223,3 +224,32 @@ def test_the_best_of_several_meshes_and_why_none_fits() -> None:
         searched(recording, meshes, hardware, memory=1000)
     with pytest.raises(vfn.errors.MeshError, match="10 ranks do not lie on 4 nodes"):
         mesh_shapes(10, nodes=4)
+
+
+def test_what_is_found_computes_what_one_device_does() -> None:
+    def step(params, x):
+        def loss(params):
+            heads = lambda y: y.unflatten(-1, (4, -1)).transpose(1, 2)
+            q, k, v = (heads(x @ params[name]) for name in "qkv")
+            y = (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)
+            return torch.nn.functional.layer_norm(y @ params["out"] + params["bias"], (32,)).pow(4).mean()
+
+        value, grads = vfn.value_and_grad(loss)(params)
+        return {name: params[name] - 0.1 * grads[name] for name in params}, value
+
+    generator = torch.Generator().manual_seed(0)
+    random_ = lambda *sizes: torch.randn(*sizes, dtype=torch.float64, generator=generator)
+    params = {**{name: random_(32, 32) for name in ("q", "k", "v", "out")}, "bias": random_(32)}
+    x = random_(4, 8, 32)
+    want = step(params, x)
+    recording = record(step, params, x)
+    # so slow that it pays to split values of this size
+    slow = replace(vfn.hardware.h100(), flops={"float32": 1e6}, bytes=1e6, launch=1e-9)
+    for axes, count in (({"dp": 4}, 2), ({"dp": 2, "tp": 2}, 1)):
+        with vfn.simulate(4):
+            mesh = vfn.make_mesh(tuple(axes.values()), tuple(axes))
+            for one in search(recording, axes, slow, candidates=count):
+                got = applied(recording, one.layouts, mesh)(params, x)
+                assert set(map(str, one.layouts.inputs)) != {"P()"}
+                for a, b in zip(vfn.tree.leaves(want), vfn.tree.leaves(got), strict=True):
+                    torch.testing.assert_close(vfn.with_sharding(b, P()).to_local().blocks[0], a)
