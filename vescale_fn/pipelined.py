@@ -591,11 +591,12 @@ def _no_second_derivative() -> TransformError:
 
 
 class _Followed(torch.autograd.Function):
-    """A step whose gradients are known with its value."""
+    """A step whose gradients are known with its value. `is_asked` of a context: whether they are asked for as they are."""
 
     @staticmethod
     def forward(ctx: Any, step: Callable[..., Any], *primals: torch.Tensor) -> Any:
         outs, grads = step(primals)
+        ctx.is_asked = False
         ctx.save_for_backward(*grads)
         ctx.set_materialize_grads(False)
         return tuple(outs)
@@ -607,4 +608,6 @@ class _Followed(torch.autograd.Function):
         if any(x is not None for x in others):
             what = "gradients go through the loss of a pipelined function, not through what it gives besides"
             raise TransformError(report("pipeline", what, fix="what is differentiated in the loss; or " + _INSTEAD))
+        if ctx.is_asked:  # the cotangent is 1
+            return None, *ctx.saved_tensors
         return None, *(None if cotangent is None else grad * cotangent for grad in ctx.saved_tensors)

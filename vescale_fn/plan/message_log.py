@@ -8,22 +8,22 @@ from typing import Any
 from .._core.base.messages import dtype_text
 from .._core.distributed.collectives import Record
 from .ir.graph import nbytes, value
+from .ir.ranks_as_one import of_first_rank
 from .stage_runs import TERM, Name, Post, nodes_of
 from .stages import Stages
 
 
 class Messages:
-    """The rows of a pipeline's messages.
+    """The rows of a pipeline's messages; where this process plays several ranks, of the first one on the other axes.
 
     Args:
         stages: the cut step.
         placement: for each stage the place of its rank.
         axis: of the mesh.
-        ranks: how many ranks at each place this process plays.
     """
 
-    def __init__(self, stages: Stages, placement: Sequence[int], axis: str, ranks: int = 1) -> None:
-        self.stages, self.placement, self.axis, self.ranks = stages, placement, axis, ranks
+    def __init__(self, stages: Stages, placement: Sequence[int], axis: str) -> None:
+        self.stages, self.placement, self.axis = stages, placement, axis
 
     def row(self, op: str, name: Name) -> Record | None:
         """The row of a message, "send" or "receive"; None where it goes to where it is."""
@@ -35,7 +35,7 @@ class Messages:
             "gradients" if name.made == TERM else f"{name.made} of stage {name.source} to {name.used} of {name.target}"
         )
         why = f"pipeline: {what}, {self.axis}={source} to {self.axis}={target}"
-        size = sum(nbytes(value(node)) for node in nodes) // self.ranks
+        size = sum(nbytes(value(node)) for node in of_first_rank(nodes))
         line, dtype = nodes[0].meta.get("line", ""), dtype_text(value(nodes[0]).dtype)
         return Record(op, (self.axis,), size, why, line, name.made != "F", dtype)
 

@@ -12,6 +12,7 @@ from .._core.distributed.comm_log import CommLog
 from ..schedules import Costs, Schedule, Timeline
 from .ir.costs import rates, seconds
 from .ir.graph import nbytes, value
+from .ir.ranks_as_one import of_first_rank
 from .lowered import Lowered
 from .message_log import Messages
 from .pipeline_drawing import html_text, trace_text
@@ -29,7 +30,7 @@ class PipelineStage:
         rank: its coordinate on the axis.
         calls: how many calls each of its tasks has: "PRE", which runs once a step; "F", "B" and "W", for each microbatch.
         seconds: how long these are predicted to take.
-        sends: what it sends for each microbatch: (task, to which stage) -> bytes.
+        sends: what one of its ranks sends for each microbatch: (task, to which stage) -> bytes.
     """
 
     rank: int
@@ -70,7 +71,7 @@ class PipelinePlan:
         """What a rank of the axis communicates in the tasks of a step, in order, as `comm_log` lists it: collectives over other
         axes, "send" and "receive". What is done with the sums of all parts comes after it and is not in it."""
         stages, schedule, log = self._staged.stages, self.schedule, CommLog()
-        messages = Messages(stages, schedule.placement, self._staged.along.axis, self._staged.played)
+        messages = Messages(stages, schedule.placement, self._staged.along.axis)
         tasks = {s: self._staged.all_tasks[s] for s, at in enumerate(schedule.placement) if at == rank}
         todo = [(PRE, s, 0) for s in tasks]
         todo += [action for at, action in self._staged.order if at == rank]
@@ -120,7 +121,7 @@ def planned(staged: Staged, homes: Sequence[Iterable[int] | None]) -> PipelinePl
         sends: dict[tuple[str, int], int] = {}
         for (kind, source, _, to), nodes in staged.stages.messages.items():
             if source == s:
-                sends[kind, to] = sends.get((kind, to), 0) + sum(nbytes(value(node)) for node in nodes)
+                sends[kind, to] = sends.get((kind, to), 0) + sum(nbytes(value(node)) for node in of_first_rank(nodes))
         calls = {kind: len(tasks[kind, s]) for kind in (PRE, F, B, W)}
         found.append(PipelineStage(rank, calls, times, sends))
     lies = [uses if home is None else home for home, uses in zip(homes, staged.uses(), strict=True)]

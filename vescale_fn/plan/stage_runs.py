@@ -225,23 +225,23 @@ class Totals:
         self._next: dict[Any, int] = {}
         self._early: dict[tuple[Any, int], list[Any]] = {}
 
-    def add(self, names: Sequence[Any], part: int, xs: list[Any]) -> None:
-        """Add what a part has of all that one task gives."""
+    def add(self, names: Sequence[Any], part: int, xs: list[Any], ours: bool = False) -> None:
+        """Add what a part has of all that one task gives; `ours`: nothing else needs the memory of any of it."""
         first = names[0]
         place = self._next.get(first, 0)
         if part != place:
             self._early[first, part] = xs
             return
         while xs:
-            self._add(names, place, xs)
+            self._add(names, place, xs, ours)
             place += 1
             xs = self._early.pop((first, place), [])
         self._next[first] = place
 
-    def _add(self, names: Sequence[Any], place: int, xs: list[Any]) -> None:
+    def _add(self, names: Sequence[Any], place: int, xs: list[Any], ours: bool) -> None:
         if place == 0:
             sums = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
-        elif place == 1:  # from here on the sums have memory of their own
+        elif place == 1 and not ours:  # from here on the sums have memory of their own
             sums = [self.sums[name] + x for name, x in zip(names, xs)]
         else:
             sums = [self.sums[name] for name in names]
@@ -275,6 +275,7 @@ class _TaskSteps:
             terms = [(("gradient", i, j), term) for i, of in enumerate(stages.parts) for j, term in enumerate(of)]
             totals = [(name, term.node) for name, term in terms if term.stage == stage]
         self._names, self._added = [name for name, _ in totals], [x for _, x in totals]
+        self._ours = (kind, stage) in stages.alone
 
     def __call__(self, run: StageRun, kept: dict[fx.Node, Any], part: int) -> None:
         task, (takes, sends) = self.task, self._messages.get(part) or self._messages_of(part)
@@ -293,7 +294,7 @@ class _TaskSteps:
         if self._added:
             once = run.once[self.stage]
             find = lambda x: kept[x] if x in kept else batch[x] if x in batch else once[x]
-            run.totals.add(self._names, part, list(map(find, self._added)))
+            run.totals.add(self._names, part, list(map(find, self._added)), self._ours)
         for x in task.last:
             kept.pop(x, None)
 

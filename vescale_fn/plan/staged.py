@@ -28,7 +28,7 @@ from .passes.functionalize_writes import writes
 from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
 from .stage_runs import Between, Here, MessageRoutes, StageRun, StageTasks, edges
-from .stages import CutStep, F, filled
+from .stages import BW, CutStep, F, W, filled
 from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
 from .tracing import leaves as leaves_
@@ -176,6 +176,10 @@ class Staged:
         along = self.along
         if not self._consensus.meet([t.body.meets for of in self.all_tasks for t in of.values() if t.body is not None]):
             self.bodies.give_back()
+        gradients = [(term.node, term.stage) for terms in self.stages.parts for term in terms]
+        for s, of in enumerate(self.all_tasks):
+            own = [x for x, at in gradients if at == s]
+            self.stages.alone.update((kind, s) for kind, task in of.items() if kind in (W, BW) and task.has_alone(own))
         self._run = StageTasks(self.stages, self.tasks)
         if along.all_here:
             return
@@ -245,11 +249,6 @@ class Staged:
             found.append(calls_of_rank(at, own))
         return found
 
-    @property
-    def played(self) -> int:
-        """How many ranks at each place of the axis this process plays."""
-        return len(self.along.played) if self.along.simulated else 1
-
     def uses(self) -> list[set[int]]:
         """For each parameter the coordinates on the axis whose stages use it."""
         found: dict[fx.Node, set[int]] = {}
@@ -305,12 +304,12 @@ class Staged:
         own: list[dict[fx.Node, Any]] = [{} for _ in range(count)]
         for part, node, x in given:
             (fixed if part is None else own[part])[node] = x
-        placement, along = self.schedule.placement, self.along
+        along = self.along
         along.begin()
         post: Any = Here(self.stages if along.by_tree else None)
         post = post if along.all_here else Between(self._routes, post)
         if logs := context.logs():
-            messages = Messages(self.stages, placement, along.axis, self.played)
+            messages = Messages(self.stages, self.schedule.placement, along.axis)
             post = Logged(post, messages, logs, receives=not along.all_here)
         run = StageRun(self._run, fixed, own, post)
         for action in self._mine:

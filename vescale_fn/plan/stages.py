@@ -83,6 +83,7 @@ class Stages:
         at: the stage of each of the values.
         behind: the stage behind each cut that is used, by the cut's number.
         batch: the inputs that differ from part to part.
+        alone: the tasks, (kind, stage), whose gradients lie in memory that nothing else needs.
     """
 
     count: int
@@ -93,6 +94,7 @@ class Stages:
     parts: list[list[Term]] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     behind: dict[int, int] = field(default_factory=dict)
+    alone: set[tuple[str, int]] = field(default_factory=set)
 
     def calls(self, kind: str, stage: int) -> list[fx.Node]:
         """The calls of a task."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from .ir import inplace
+from .ir.graph import output, value
+from .ir.memory_aliases import memories
 from .ir.nested import extracted
 from .stages import BW, ORDER, PRE, B, F, Stages, W
 from .task_bodies import TaskBodies, TaskBody
@@ -42,6 +45,21 @@ class Task:
     def run(self) -> Callable[[list[Any]], tuple[Any, ...]] | None:
         """Takes the list of the inputs, which it empties, and gives the outputs; None where there is nothing to compute."""
         return None if self.body is None else self.body.run
+
+    def has_alone(self, values: Sequence[fx.Node]) -> bool:
+        """Whether the task makes all of these, each in one piece of memory where no other output lies."""
+        if self.graph is None or not {*values} <= {*self.outputs} or len({*values}) < len(values):
+            return False
+        given: Any = output(self.graph).args[0]
+        lie, made = memories(self.graph), dict(zip(self.outputs, given, strict=True))
+        lying = Counter(piece for x in given for piece in lie[x])
+        for x in map(made.__getitem__, values):
+            pieces = lie[x]
+            if len(pieces) != 1 or not inplace.is_dense(value(x)):
+                return False
+            if any(lying[piece] > 1 or piece.maker.op == "placeholder" for piece in pieces):
+                return False
+        return True
 
 
 def tasks_of(stages: Stages, stage: int, used: Container[str], bodies: TaskBodies) -> dict[str, Task]:

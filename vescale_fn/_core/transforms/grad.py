@@ -276,6 +276,8 @@ def _gradients(value: torch.Tensor, primals: Sequence[torch.Tensor], attached: b
     if attached and context.body() is None:
         seed = torch.ones_like(value).requires_grad_()
         context.count_followed()
+    elif getattr(value.grad_fn, "is_asked", None) is False and value.output_nr == 0:
+        value.grad_fn.is_asked = True  # type: ignore[union-attr]  # of a function that knows the gradients of its first result
     found = backward(value, primals, seed, create_graph=attached)
     return zeros_for_none(found, primals)
 

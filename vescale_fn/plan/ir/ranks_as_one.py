@@ -8,7 +8,7 @@ each rank is a process of its own. Numbers that differ by rank are `PerRank`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +183,23 @@ class _Folded:
             self.results.append((ones.setdefault(one, len(ones)), at, before))
         new = self.graph.output(tuple(ones))
         new.meta = dict(node.meta)
+
+
+def of_first_rank(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of some values of a recording that the first one of simulated ranks has; all, where each rank is a process."""
+    return [node for node in nodes if _has_first_rank(node)]
+
+
+def _has_first_rank(node: fx.Node) -> bool:
+    while ROW not in node.meta:
+        inputs = node.all_input_nodes
+        if len(inputs) != 1:
+            return True
+        if node.target is operator.getitem and isinstance(inputs[0].target, Collective):
+            return not node.args[1]
+        node = inputs[0]
+    of_all, number, *_ = node.meta[ROW]
+    return bool(of_all[0] == number)
 
 
 def _row_of(node: fx.Node) -> Any:
