@@ -401,6 +401,27 @@ def test_stages_on_meshes_of_other_axes(name: str) -> None:
     assert all(same(found, wanted_step(name)))
 
 
+def test_a_message_is_logged_as_the_first_rank_sends_it() -> None:
+    """Of a value that is split unevenly its block, of one that all ranks along another axis hold the whole."""
+    for lies, rows in ((P("tp"), 3), (P(), 7)):
+
+        def f(params, x, y, lies=lies):
+            for w in params:
+                x = vfn.cut(vfn.with_sharding(torch.tanh(x @ w), lies))
+            return x.square().mean()
+
+        with vfn.simulate(6):
+            mesh, piped = vfn.make_mesh((2, 3), ("pp", "tp")), vfn.pipeline(f, "pp", microbatches=1)
+            args = vfn.shard((matrices(2), X[:7], Y[:7]), mesh, P())
+            with vfn.comm_log() as log:
+                vfn.value_and_grad(piped)(*args)
+            sent = [row for row in log if row.op == "send"]
+            assert [row.bytes for row in sent] == [rows * WIDTH * 4] * 2
+            plan = piped.plan(*args)
+            assert plan.comms(0)[0] == sent[0]
+            assert plan.stages[0].sends == {("F", 1): rows * WIDTH * 4}
+
+
 def gathered(params, x, y):
     """FSDP: each layer's parameters are split, and brought together where they are used."""
     for w, b in params:
