@@ -103,9 +103,9 @@ print(f"peak {plan.memory().peak / 1e9:.2f} GB on a rank")
 # ## Its memory, by layer and over time
 #
 # Left: what a rank holds of each layer between steps: the block of its parameters, and of AdamW's two means. Right: what is
-# alive while the plan runs, call by call. Forward, each layer's parameters are gathered and its activations stay; backward,
-# they go again, a layer at a time; at the end the update runs in donated memory. With "remat" a layer keeps what it was given,
-# and computes the rest again.
+# alive while a plan runs, call by call, here of eight layers. Forward, each layer's parameters are gathered and its
+# activations stay; backward, they go again, a layer at a time; at the end the update runs in donated memory. With "remat" a
+# layer keeps what it was given, and computes the rest again.
 
 
 # %%
@@ -130,8 +130,9 @@ left.bar(range(len(params)), params, label="parameters")
 left.bar(range(len(params)), state, bottom=params, label="state of AdamW")
 left.set(xlabel="layer (0: the tables)", ylabel="MB on a rank")
 left.legend(frameon=False, fontsize=9)
-again = planned("fsdp+tp+sp+remat", mesh, BIG, 128, 4096, torch.bfloat16)[0]
-for label, each in ("all activations stay", plan), ("remat", again):
+EIGHT = dataclasses.replace(BIG, layers=8)
+plans = {text: planned(text, mesh, EIGHT, 128, 4096, torch.bfloat16)[0] for text in ("fsdp+tp+sp", "fsdp+tp+sp+remat")}
+for label, each in zip(("all activations stay", "remat"), plans.values()):
     right.plot([moment.bytes / 1e9 for moment in each.memory().timeline], linewidth=1, label=label)
 right.set(xlabel="call of the plan", ylabel="GB alive on a rank", ylim=(0, None))
 right.legend(frameon=False, fontsize=9)
@@ -143,8 +144,8 @@ plt.show()
 # One more word in a text is another plan. What does each need, and send? Here of 8 layers.
 
 # %%
-for text in ("fsdp+tp", "fsdp+tp+sp", "fsdp+tp+sp+remat"):
-    other = planned(text, mesh, dataclasses.replace(BIG, layers=8), 128, 4096, torch.bfloat16)[0]
+plans = {"fsdp+tp": planned("fsdp+tp", mesh, EIGHT, 128, 4096, torch.bfloat16)[0], **plans}
+for text, other in plans.items():
     sent = [other.comms().bytes(axis=axis) / 1e9 for axis in ("dp", "tp")]
     print(
         f"{text:17} peak {other.memory().peak / 1e9:5.2f} GB, sends {sent[0]:.2f} GB over dp and {sent[1]:.2f} over tp"
