@@ -111,7 +111,7 @@ class Staged:
         self._consensus.say(sides, f"the cuts {sorted(self.stages.behind)}")
         self.digest += 0 if within else 1 + self._consensus.heard()
         self._check_homes(names)
-        if auto and runs:
+        if auto:
             of_all = self._consensus.greatest
             self.schedule = found_for(graph, self.stages, along.size, schedule.microbatches, of_all)
         self._note_totals(graph)
