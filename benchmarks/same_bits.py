@@ -43,7 +43,11 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp+ep": {"dp": 2, "ep": 4},
     "fsdp+tp": {"dp": 4, "tp": 2},
     "dp+cp+ep": {"dp": 2, "cp": 2, "ep": 2},
+    "pp+dp": {"pp": 2, "dp": 4},
+    "pp+fsdp": {"pp": 2, "dp": 4},
+    "pp+fsdp+tp": {"pp": 2, "dp": 2, "tp": 2},
 }
+MICROBATCHES = 4
 OVER_ONE_AXIS = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 PRECISIONS = {"f32": "params=f32", "bf16": "params=f32,compute=bf16"}
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -77,20 +81,23 @@ def train(cell: Cell, steps: int, sizes: dict[str, int] | None = None) -> str:
     policy = vfn.precision.policy(PRECISIONS[cell.precision])
     optimizer = vfn.optim.chain(vfn.optim.clip_by_global_norm(1.0), OPTIMIZERS[cell.optimizer]())
     loss = policy.apply(lambda params, batch, key: model.loss(params, batch, config, key))
-    specs = layout.specs(vfn.eval_shape(model.init, KEY, config), model.NAMES, mesh)
+    loss = layout.pipelined(loss, microbatches=MICROBATCHES, schedule="1f1b")
+    shapes, spec = vfn.eval_shape(model.init, KEY, config), layout.spec("batch")
 
     def step(params: Any, state: Any, batch: Any, key: vfn.random.Key | None) -> Any:
         value, grads = vfn.value_and_grad(loss)(params, batch, key)
         return *specs.update(optimizer, grads, state, params), value
 
     with vfn.use_mesh(mesh):
+        batch = vfn.shard(models.random_batch(KEY, config, BATCH, LENGTH), mesh, spec)
+        specs = layout.specs(shapes, model.NAMES, mesh).staged(loss, shapes, batch, KEY)
         params = vfn.init(model.init, KEY, config, spec=specs.params, mesh=mesh)
         state, losses = specs.init(optimizer, params), []
         run = vfn.jit(step) if cell.how == "jit" else step
         for i in range(steps):
             batch = models.random_batch(vfn.random.fold_in(KEY, i % 4), config, BATCH, LENGTH)
             key = vfn.random.fold_in(KEY, 100 + i) if alone(cell.layout) != "cp-zigzag" else None
-            params, state, value = run(params, state, vfn.shard(batch, mesh, layout.spec("batch")), key)
+            params, state, value = run(params, state, vfn.shard(batch, mesh, spec), key)
             losses.append(vfn.unshard(value))
         return vfn.digest({"params": params, "state": state, "losses": losses})
 

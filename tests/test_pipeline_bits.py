@@ -170,6 +170,15 @@ def test_which_ranks_of_each_stage_a_process_plays() -> None:
     assert teams.shares((("a", 2), ("pp", 3)), ("pp",), 3) is None  # the second would have the last place and the first
 
 
+def noted(folder):
+    with vfn.deterministic(4, check=folder):
+        return vfn.digest(odd_sums())
+
+
+def test_a_run_with_stages_is_compared_with_the_one_before_it(gloo, tmp_path) -> None:
+    assert gloo(2, noted, str(tmp_path)) == [noted(str(tmp_path))] * 2  # on two processes it is the second one
+
+
 def parted():
     mesh = vfn.make_mesh((3, 2), ("pp", "dp"))
     said = []

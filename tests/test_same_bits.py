@@ -48,7 +48,7 @@ def test_the_whole_list_has_every_model_and_layout():
     every = list(same_bits.cells(same_bits.parsed([])))
     assert {cell.layout for cell in every} == set(same_bits.LAYOUTS)
     assert all(math.prod(sizes.values()) == same_bits.RANKS for sizes in same_bits.LAYOUTS.values())
-    assert len(every) == 49 * 2 * 4 * 2  # layouts of each model, precisions, optimisers, eager and jit
+    assert len(every) == 64 * 2 * 4 * 2  # layouts of each model, precisions, optimisers, eager and jit
 
 
 # --- the norm of all gradients, which sums over what a layout splits --------------------------------------------------

@@ -366,7 +366,20 @@ def _note(
     ):
         return
     call = str(_call(kind, axes, (Value("", text(x.blocks[0])),), why, TABLE[kind].words(*params))).removesuffix(" at ")
-    notes.compare(call, zip(communicator.ranks, x.blocks, strict=True), state.now().line or op_lines.here()[0])
+    given = _sent_away(kind, communicator, x.blocks, axes, params)
+    notes.compare(call, zip(communicator.ranks, given, strict=True), state.now().line or op_lines.here()[0])
+
+
+def _sent_away(
+    kind: str, communicator: Communicator, row: Sequence[torch.Tensor], axes: tuple[str, ...], params: tuple[Any, ...]
+) -> Sequence[torch.Tensor]:
+    """The blocks; in place of those of ranks from which nothing goes, empty ones: where a value is at a place, they have what
+    their process has."""
+    if kind not in ("broadcast", "permute"):
+        return row
+    sources = {params[0]} if kind == "broadcast" else {source for source, _ in params[0]}
+    places = [communicator.group_of(at, axes).index(rank) for at, rank in enumerate(communicator.ranks)]
+    return [x if place in sources else x.new_empty(0) for place, x in zip(places, row, strict=True)]
 
 
 def _in_dtype(x: Any, communicator: Communicator, dtype: Any) -> Any:
