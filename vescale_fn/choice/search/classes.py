@@ -17,7 +17,7 @@ from torch import fx
 from .described import Described
 
 _NUMBER = re.compile(r"(?<=[\[._/])\d+(?=[\]._/])")
-_LAYERS, _LEAVES = 3, 3  # the fewest layers that share a choice, and leaves of each
+_LAYERS, _LEAVES = 2, 3  # the fewest layers that share a choice, and leaves of each
 
 
 def tied_names(inputs: Sequence[tuple[str, Any]]) -> list[str]:
