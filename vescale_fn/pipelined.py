@@ -351,6 +351,7 @@ class Pipelined:
 
     def _agreed(self, divided: Callable[[], _Divided], along: AlongAxis) -> tuple[Staged, list[list[Any]]]:
         """The plan of a call, the same on all ranks, and for each part of the batch all leaves."""
+        along.check_idle()
         call = found = failure = None
         try:  # the others hear of what is wrong with the arguments here, and do not wait
             call = divided()

@@ -73,11 +73,16 @@ class AlongAxis:
         return self.players[place] == self.me
 
     def begin(self) -> None:
-        """A step begins; or raise where messages of one that has failed may be under way, which it would take for its own."""
+        """A step begins."""
+        self.check_idle()
+        self._is_running = not self.all_here
+
+    def check_idle(self) -> None:
+        """Raise where messages of a step that has failed may be under way, which the next one would take for its own, and other
+        ranks wait for them."""
         if self._is_running:
             what = "an earlier step failed on this rank, and messages of it may still be under way"
             raise VfnError(report("pipeline", what, fix="the processes started again"))
-        self._is_running = not self.all_here
 
     def end(self) -> None:
         """The step has ended."""
