@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import vescale_fn as vfn
-from vescale_fn import P
+from vescale_fn import P, pipelined
 from vescale_fn._core import torch_internals
 from vescale_fn._core.distributed.parcels import Lies, Parcel
 from vescale_fn.plan import cut_choice
@@ -622,6 +622,18 @@ def test_stages_on_real_ranks(gloo) -> None:
         check_tied(of_tied)
         assert cuts == [1]
         torch.testing.assert_close(grads, vfn.grad(chain)(matrices(4), X, Y))
+
+
+def test_a_step_behind_one_that_failed_says_so_before_ranks_compare() -> None:
+    """They cannot: the others wait in the step that failed."""
+    runs = []
+    with vfn.simulate(2):
+        params = vfn.shard(matrices(2), mesh := vfn.make_mesh((2,), ("pp",)), P())
+        step = vfn.grad(vfn.pipeline(lambda *args: runs.append(args) or chain(*args), "pp", microbatches=PARTS))
+        pipelined._along(mesh, "pp", pipelined._world())._is_running = True
+        with pytest.raises(vfn.errors.VfnError, match="an earlier step failed on this rank"):
+            step(params, X, Y)
+    assert not runs
 
 
 def test_a_model_of_the_recipes_in_stages() -> None:
