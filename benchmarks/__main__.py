@@ -33,6 +33,7 @@ NAMES = (
     "checkpoint",
     "digest",
     "any_size",
+    "prices",
     "pipelines",
 )
 

@@ -2527,6 +2527,46 @@ def a_collective_that_is_none(mesh):
     vfn.hardware.h100().collective("allreduce", 1e6, {"tp": 8}, ["tp"])
 
 
+SHAPE = vfn.ShapeDtype((9, 7), torch.float32)
+
+
+@misuse
+def a_price_without_a_mesh(mesh):
+    """MeshError
+    price: there is no mesh
+      Instead: mesh={"dp": 8, "tp": 8}, say: the sizes of its axes
+    """
+    vfn.price(torch.sum, SHAPE)
+
+
+@misuse
+def a_price_of_fewer_specs_than_arguments(mesh):
+    """SpecError
+    price: specs has 1 entries for 2 arguments
+      Instead: one for each, None for those as they are; or one P for all
+    """
+    vfn.price(torch.add, SHAPE, SHAPE, specs=(P(),), mesh={"dp": 4})
+
+
+@misuse
+def a_price_on_hardware_that_nobody_knows(mesh):
+    """HardwareError
+    price: hardware='h10' is none that is known; did you mean 'h100'?
+      * there are h100, a100, b200, cpu
+      Instead: vfn.hardware.Hardware(...) for others
+    """
+    vfn.price(torch.sum, SHAPE, mesh={"dp": 4}, hardware="h10")
+
+
+@misuse
+def a_measurement_of_no_ranks(mesh):
+    """MeshError
+    hardware.measure: no rank of an abstract mesh is there
+      Instead: vfn.make_mesh, or a preset
+    """
+    vfn.hardware.measure(vfn.abstract_mesh(4, "dp"))
+
+
 @misuse
 def costs_of_stages_for_other_ranks(mesh):
     """ScheduleError

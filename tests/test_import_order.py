@@ -24,7 +24,6 @@ LIGHT = (
     *(f"_core.base.{name}" for name in ("errors", "messages", "tree")),
     *(f"schedules.{name}" for name in "actions auto costs deadlocks drawing files letters named".split()),
     *(f"schedules.{name}" for name in "partial schedule simulator task_graph timed_task timeline validation".split()),
-    *(f"hardware.{name}" for name in "hardware links presets".split()),
     "recipes.command_line",
 )  # pure data: importable where torch is not wanted
 

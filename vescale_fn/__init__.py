@@ -57,6 +57,7 @@ from ._core.transforms.vjp import vjp
 from ._core.transforms.vmap import vmap
 from .checkpoint import digest, elastic, export_weights, load, save
 from .checkpoint import export as export
+from .choice.price import price
 from .debugging.debug_mode import debug
 from .debugging.needless_moves import needless
 from .debugging.parity import check as check
@@ -153,6 +154,7 @@ __all__ = [
     "pmin",
     "ppermute",
     "precision",
+    "price",
     "print_saved_residuals",
     "profile",
     "psum",

@@ -30,8 +30,11 @@ class Hardware:
         links: from the innermost; the last one joins all ranks.
         host: bytes a second between a device and the memory of its host.
         draws: bytes of keyed random numbers in a second.
+        functions: results a second of functions like exp: activations, softmax.
         tile: rows and columns of a product that one unit of a device computes at a time.
         units: that compute at the same time.
+        view: seconds of a call that only looks at a value in another way; 0 where that costs the device nothing.
+        device: "cuda", or "cpu": whether ranks compute while values travel, as plans on GPUs do.
 
     Raises:
         HardwareError: figures that are not above 0, links that do not contain each other, no rate for "float32".
@@ -53,8 +56,11 @@ class Hardware:
     links: tuple[Link, ...]
     host: float = 4.5e10
     draws: float = 5e11
+    functions: float = 1e12
     tile: int = 128
     units: int = 1
+    view: float = 0.0
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
         failures = [f"{what} is {short(x)}, and has to be above 0" for what, x in self._figures() if not _above_0(x)]
@@ -66,6 +72,8 @@ class Hardware:
             for kind in link.kinds
             if kind not in KINDS
         ]
+        if self.device not in ("cpu", "cuda"):
+            failures.append(f'device is {short(self.device)}, and is "cpu" or "cuda"')
         if not self.links:
             failures.append("there is no link: a device alone has one of 1 rank")
         for i, (inner, outer) in enumerate(zip(self.links, self.links[1:])):
@@ -97,14 +105,16 @@ class Hardware:
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
     def compute(self, flops: float, dtype: Any, moved: float) -> float:
-        """The seconds of a call: the longest of what its operations, its memory and its launch take.
+        """The seconds of a call: the longest of what its operations, its memory and its launch take. On a CPU, where nothing is
+        launched ahead, what a call takes comes on top.
 
         Args:
             flops: operations.
             dtype: of what it computes with; None for float32.
             moved: bytes that it reads and writes.
         """
-        return max(self.launch, moved / self.bytes, flops / self.rate(dtype))
+        busy = max(moved / self.bytes, flops / self.rate(dtype))
+        return self.launch + busy if self.device == "cpu" else max(self.launch, busy)
 
     def matmul(self, n: int, m: int, k: int, batch: int = 1, dtype: Any = None) -> float:
         """The seconds of `batch` products [n, k] @ [k, m]: tiles, of which the last ones may be in part empty, and so may the
@@ -139,6 +149,14 @@ class Hardware:
             raise HardwareError(report("Hardware.collective", what))
         self.check(mesh, "Hardware.collective")
         return links_.seconds(kind, nbytes, mesh, axes, self.links)
+
+    def link(self, mesh: Mapping[str, int], axes: Sequence[str]) -> int:
+        """The outermost of the links that a group along `axes` uses, counted from the innermost."""
+        sizes = tuple(mesh.items())
+        return next(
+            (i for i, link in enumerate(self.links) if links_.units(sizes, tuple(axes), link.ranks) == 1),
+            len(self.links) - 1,
+        )
 
     def check(self, mesh: Mapping[str, int], where: str) -> None:
         """Whether a mesh fits on it.
@@ -178,7 +196,7 @@ class Hardware:
             raise HardwareError(report("Hardware.from_json", what)) from None
 
 
-_NO_FIGURES = ("name", "flops", "links")
+_NO_FIGURES = ("name", "flops", "links", "view", "device")
 
 
 def _above_0(x: Any) -> bool:

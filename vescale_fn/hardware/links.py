@@ -100,6 +100,23 @@ def seconds(kind: str, nbytes: float, mesh: Mapping[str, int], axes: Sequence[st
     return min(_over(kind, nbytes, count, hops) for hops in ways)
 
 
+def steps_and_bytes(kind: str, nbytes: float, count: int) -> tuple[float, float]:
+    """Of a collective of so many neighbouring ranks, to which each gives so many bytes, how many steps it takes one after the
+    other, and how many bytes a rank sends: of the rings in `seconds`."""
+    part = (count - 1) / count
+    match kind:
+        case "all_reduce":
+            return 2 * (count - 1), 2 * part * nbytes
+        case "all_gather":
+            return count - 1, (count - 1) * nbytes
+        case "reduce_scatter" | "all_to_all":
+            return count - 1, part * nbytes
+        case "permute" | "send" | "receive":
+            return 1, nbytes
+        case _:  # along a chain
+            return count - 1, nbytes
+
+
 def _over(kind: str, nbytes: float, count: int, hops: Sequence[Hop]) -> float:
     start = max(hop.protocol.start for hop in hops)
     steps = sum((hop.below - hop.above) * hop.protocol.step for hop in hops)

@@ -13,6 +13,8 @@ bandwidth (LL128 there), and of the one for many bytes (Simple).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .._core.base.errors import HardwareError
 from .._core.base.messages import report, short
 from .hardware import Hardware
@@ -72,13 +74,14 @@ def cpu(processes: int = 1) -> Hardware:
 
     >>> import torch, vescale_fn as vfn
     >>> vfn.hardware.cpu(4).compute(1e9, torch.float32, 0)
-    0.02
+    0.020002
     """
     _checked("cpu", "processes", processes)
     flops = {"float32": 5e10, "float64": 2.5e10, "bfloat16": 2.5e10, "float16": 2.5e10}
     links = (Link(processes, (Protocol(1e-4, 0.0, 1e9),)),)
     name = f"{processes} process{'es' * (processes != 1)} on CPUs"
-    return Hardware(name, flops, bytes=1e10, launch=2e-6, memory=4 * GiB, links=links, host=1e10, draws=1.5e9, tile=1)
+    one = Hardware(name, flops, 1e10, 2e-6, 4 * GiB, links, host=1e10, draws=1.5e9, functions=1e9)
+    return replace(one, tile=1, view=1e-6, device="cpu")
 
 
 def _links(what: str, nodes: int, inside: float, nic: float) -> tuple[Link, ...]:

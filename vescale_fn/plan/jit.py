@@ -352,18 +352,36 @@ class Jitted(Generic[Q, R]):
         Raises:
             TransformError: the function cannot be recorded.
         """
-        call = self._call(args, kwargs)
+        return self.lowered(self._call(args, kwargs))
+
+    def lowered(self, call: JitCall, where: str = "jit", instead: str = _INSTEAD) -> Lowered:
+        """The plan for a call, to look at; errors are those of the function `where`, and say what to write instead."""
         plan, reason = self._known(call), ""
         if plan is _NEW or plan is None:
             with interrupts.undone(), _uncollected():
                 plan, reason = self._made(call)
             if plan is None:
-                raise TransformError(report("jit", f"{self._name} cannot be recorded", [reason], _INSTEAD))
+                raise TransformError(report(where, f"{self._name} cannot be recorded", [reason], instead))
             self._remember(call, plan)
         lowered = plan.lowered(self._name)
         key, captured = key_of(call, self._how, self._passes), self._captured(call)
         lowered.origin = Origin(plan, key, meshes_of(call, captured), call, self._traced, self._passes)
         return lowered
+
+    def call_of(self, args: tuple[Any, ...]) -> JitCall:
+        """A call, as a plan is recorded for it."""
+        return self._call(args, {})
+
+    def improved_by(self, improved: Callable[[Sequence[Pass]], Sequence[Pass]]) -> Jitted[Q, R]:
+        """The same function with other passes, of those that it has."""
+        passes = self._passes[: len(self._passes) - len(self._how.passes)]
+        given = self._f, self._donated, self._static, None, self._out_specs, self._how
+        return Jitted(*given, tuple(improved(passes)), ())
+
+    @property
+    def in_specs(self) -> Any:
+        """How its arguments are to lie, if anybody has said so."""
+        return self._in_specs
 
     def cache_info(self) -> CacheInfo:
         """How many plans there are, how often they were used, and why the last one was made."""

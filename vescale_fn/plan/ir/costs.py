@@ -7,20 +7,18 @@ What it is for is to weigh one plan against another, for which ratios count, not
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective, group_size
 from ...hardware import Hardware, cpu, h100
 from . import graph as plan
 from . import host_copies
 from .collective_nodes import given
 from .nested import Nested
+from .work import tensors, work
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ RATES = {"cpu": Rates.of(cpu(), "float32"), "cuda": Rates.of(h100(), "bfloat16")
 
 def rates(graph: fx.Graph) -> Rates:
     """The rates of the device on which a plan computes."""
-    kinds = {x.device.type for node in graph.nodes for x in _tensors(node.meta.get("val"))}
+    kinds = {x.device.type for node in graph.nodes for x in tensors(node.meta.get("val"))}
     return next((RATES[kind] for kind in sorted(kinds - {"cpu"}) if kind in RATES), RATES["cpu"])
 
 
@@ -119,10 +117,8 @@ def seconds(node: fx.Node, of: Rates) -> float:
         return of.collective + _sent(node, node.target) / of.link
     if plan.viewed(node) and not plan.written(node):
         return 0.0
-    made = sum(map(plan.nbytes, _tensors(plan.value(node))))
-    moved = made + sum(plan.nbytes(x) for one in node.all_input_nodes for x in _tensors(plan.value(one)))
-    drawn = made / of.draws if plan.is_aten(node) and _is_a_draw(node) else 0.0
-    return max(of.call, moved / of.bytes, flops(node) / of.flops, drawn)
+    todo = work(node)
+    return max(of.call, todo.moved / of.bytes, todo.flops / of.flops, todo.drawn / of.draws)
 
 
 def _sent(node: fx.Node, collective: Collective) -> float:
@@ -133,41 +129,3 @@ def _sent(node: fx.Node, collective: Collective) -> float:
         return size * (ranks - 1)
     share = (ranks - 1) / ranks
     return size * (2 * share if collective.kind == "all_reduce" else share)
-
-
-def flops(node: fx.Node) -> float:
-    """The floating-point operations of a product of matrices, a convolution or attention; of other calls 0."""
-    name = plan.name_of(node)
-    shapes = [
-        tuple(x.shape) for one in node.args for x in _tensors(one.meta.get("val") if isinstance(one, fx.Node) else 0)
-    ]
-    outs = [tuple(x.shape) for x in _tensors(plan.value(node))]
-    if name in _PRODUCTS and len(shapes) >= 2:
-        one, other = shapes[1:3] if "add" in name else shapes[:2]
-        batch = outs[0][0] if name in ("bmm", "baddbmm") else 1
-        # [n, k] and [k, m] to [n, m], in whatever order the dims stand: the product of all sizes is that of n, k, m squared
-        return 2 * math.sqrt(math.prod(one) * math.prod(other) * math.prod(outs[0]) / max(batch, 1))
-    if name == "convolution":
-        return 2 * math.prod(outs[0]) * math.prod(shapes[1][1:])
-    if name == "convolution_backward":  # of what comes in, the gradient, the input and the weight
-        wanted = sum(map(bool, node.args[-1])) if isinstance(node.args[-1], (list, tuple)) else 2
-        return 2 * min(wanted, 2) * math.prod(shapes[0]) * math.prod(shapes[2][1:])
-    if "scaled_dot_product" in name or name.startswith("_flash_attention"):
-        backward = "backward" in name
-        *batch, queries, width = shapes[1 if backward else 0]
-        keys = shapes[2 if backward else 1][-2]
-        return (10 if backward else 4) * math.prod(batch) * queries * keys * width
-    return 0.0
-
-
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm", "mv", "dot", "vdot"}
-
-
-def _is_a_draw(node: fx.Node) -> bool:
-    return torch_internals.operator_name(node.target).startswith("vescale_fn::")  # type: ignore[arg-type]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, (list, tuple)):
-        return [x for one in value for x in _tensors(one)]
-    return [value] if isinstance(value, torch.Tensor) else []

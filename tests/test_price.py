@@ -1,0 +1,174 @@
+"""What a step would cost: bytes, calls and memory are those of a run; seconds follow from what runs beside what."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+import vescale_fn as vfn
+from benchmarks import prices
+from vescale_fn import P
+from vescale_fn.hardware import Hardware, Link, Protocol
+from vescale_fn.plan import PASSES
+from vescale_fn.plan.passes.memory_order import order
+
+f32, S = torch.float32, vfn.ShapeDtype
+STEP, SLOW = 1e-6, 1e-5
+# two nodes of four: within one 100 bytes a second, between them 10 for each rank
+TWO_NODES = Hardware(
+    "two nodes",
+    {"float32": 1e9},
+    1e9,
+    1e-6,
+    1e9,
+    (Link(4, (Protocol(0, STEP, 100),)), Link(8, (Protocol(0, SLOW, 10),))),
+)
+MESH = {"dp": 2, "tp": 4}
+COLLECTIVES = [  # kind, axes, bytes that a rank gives, seconds: steps, and what the slowest link sends
+    ("all_reduce", "tp", 400, 6 * STEP + 2 * 300 / 100),
+    ("all_gather", "tp", 100, 3 * STEP + 300 / 100),
+    ("reduce_scatter", "tp", 400, 3 * STEP + 300 / 100),
+    ("all_to_all", "tp", 400, 3 * STEP + 300 / 100),
+    ("permute", "tp", 400, STEP + 4),
+    ("all_gather", "dp", 100, SLOW + 100 / 10),  # one rank of each node: its own NIC
+    ("all_gather", "dp,tp", 100, 6 * STEP + SLOW + 700 / 40),  # four ranks of a node send at the same time
+    ("all_to_all", "dp,tp", 800, 6 * STEP + SLOW + 400 / 10),  # half of it to the other node
+]
+
+
+@pytest.mark.parametrize(("kind", "axes", "nbytes", "seconds"), COLLECTIVES)
+def test_a_collective_takes_its_steps_and_what_the_slowest_link_sends(kind, axes, nbytes, seconds):
+    assert TWO_NODES.collective(kind, nbytes, MESH, axes.split(",")) == pytest.approx(seconds)
+
+
+def test_presets_reach_what_is_published():
+    """Bus bandwidth of large all-reduces: NVIDIA/nccl-tests#212, #290; 8 H100 and 2 nodes, 16 A100 by NICs of 200 Gb/s."""
+    size = 8 << 30
+    for one, mesh, axes, published in (
+        (vfn.hardware.h100(), {"tp": 8}, ["tp"], 3.7e11),
+        (vfn.hardware.h100(2), {"dp": 2, "tp": 8}, ["dp"], 4.7e10),
+        (vfn.hardware.a100(2), {"dp": 2, "tp": 8}, ["dp", "tp"], 1.92e11),
+    ):
+        count = math.prod(mesh[axis] for axis in axes)
+        sent = 2 * (count - 1) / count * size
+        assert sent / one.collective("all_reduce", size, mesh, axes) == pytest.approx(published, rel=0.1)
+
+
+def test_hardware_is_data():
+    for one in (vfn.hardware.h100(4), vfn.hardware.cpu(3), TWO_NODES):
+        again = Hardware.from_json(one.to_json())
+        assert again == one
+        assert hash(again) == hash(one)
+
+
+def test_what_is_measured_is_the_same_on_all_ranks(gloo):
+    def measured():
+        mesh = vfn.make_mesh((2, 2), ("a", "b"))
+        one = vfn.hardware.measure(mesh, seconds=0.1)
+        return one.to_json(), one.ranks, one.device, one.collective("all_gather", 1 << 20, {"a": 2, "b": 2}, ["b"]) > 0
+
+    found = gloo(4, measured)
+    assert len({text for text, *_ in found}) == 1
+    assert found[0][1:] == (4, "cpu", True)
+
+
+def update(w, x, scale, nothing):
+    """Of odd sizes, with a number and with nothing among its arguments."""
+    return w["a"] - scale * vfn.grad(lambda a: ((x @ a) ** 2).mean())(w["a"])
+
+
+def scanned(w, x):
+    body = lambda c, one: (vfn.with_sharding(torch.tanh(c @ one), P("dp")), None)
+    return vfn.grad(lambda w: vfn.scan(body, x, w)[0].sum())(w)
+
+
+def drawn(key, x):
+    return (x * vfn.random.bernoulli(key, 0.5, x.shape)).sum(0)
+
+
+LEAVES = {"a": S((7, 5), f32), "b": None}
+CASES = {  # step, arguments, their specs, the mesh
+    "odd": (update, (LEAVES, S((9, 7), f32), 2, None), (P("dp"), P(("dp", "tp")), None, None), (3, 2)),
+    "empty shards": (update, (LEAVES, S((2, 7), f32), 0.5, None), (P(), P("dp"), None, None), (4, 1)),
+    "an axis of one rank": (update, (LEAVES, S((8, 7), f32), 2, None), (P(None, "tp"), P("dp"), None, None), (1, 3)),
+    "loops": (scanned, (S((5, 8, 8), f32), S((12, 8), f32)), (P(None, "tp"), P("dp")), (2, 2)),
+    "keys": (drawn, (vfn.random.key(1), S((12, 6), f32)), (None, P("dp", "tp")), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_and_calls_are_those_of_a_run(name):
+    step, args, specs, sizes = CASES[name]
+    price = vfn.price(step, *args, specs=specs, mesh=dict(zip(("dp", "tp"), sizes)))
+    with vfn.simulate(math.prod(sizes)):
+        mesh = vfn.make_mesh(sizes, ("dp", "tp"))
+        made = vfn.tree.map(lambda x: torch.ones(x.shape, dtype=x.dtype) if isinstance(x, S) else x, args)
+        given = [x if spec is None else vfn.shard(x, mesh, spec) for x, spec in zip(made, specs)]
+        run = vfn.jit(step)
+        with vfn.use_mesh(mesh), vfn.comm_log() as log:
+            run(*given)
+    axes = {r.axis: r.axes for r in log}
+    assert price.calls == {axis: log.count(axis=names) for axis, names in axes.items()}
+    assert price.bytes == {axis: log.bytes(axis=names) for axis, names in axes.items()}
+    assert price.seconds == pytest.approx(price.compute + price.exposed)
+    assert price.exposed <= price.communication
+
+
+def test_a_layout_of_a_recipe_costs_what_processes_need(gloo):
+    """Of a real run its collectives, their bytes, and the most that was alive; of 70 layouts in `benchmarks.prices`."""
+    name, (text, axes) = "gpt", ("fsdp+tp+sp", "dp+tp")
+    mesh = vfn.abstract_mesh(tuple(prices.MESHES[axes].values()), tuple(prices.MESHES[axes]))
+    step, shapes, specs, _ = prices.stepped(name, text, mesh)
+    price = vfn.price(step, *shapes, specs=specs, mesh=mesh, hardware="cpu")
+    ((_, sent, alive),) = gloo(4, functools.partial(prices.run, name, [(text, axes)], 1))[0]
+    assert {axis: (price.calls[axis], price.bytes[axis]) for axis in price.calls} == sent
+    assert price.peak == pytest.approx(alive, rel=0.03)
+
+
+def test_what_travels_beside_computing_is_not_exposed():
+    """Two gathers, a product after each: on GPUs the second is begun with the first, on CPUs it is waited for where it stands."""
+
+    def step(x, v, w):
+        return (x @ vfn.with_sharding(v, P())) @ vfn.with_sharding(w, P())
+
+    n = 2048
+    link = Link(2, (Protocol(0, 0, 1e9),))
+    gpu = Hardware("gpu", {"float32": 4e12}, 1e13, 1e-9, 1e9, (link,))
+    travel, product = n * n * 2 / 1e9, 2 * n * n * n / 2 / 4e12
+    kept = vfn.jit(step, passes=[one for one in PASSES if one is not order])  # which puts each start next to its wait
+    ask = functools.partial(vfn.price, kept, *[S((n, n), f32)] * 3, specs=P("dp"), mesh={"dp": 2})
+    price, waited = ask(hardware=gpu), ask(hardware="cpu")
+    assert price.communication == pytest.approx(2 * travel)
+    assert (price.compute, price.exposed) == pytest.approx((2 * product, 2 * travel - product), rel=0.01)
+    assert waited.exposed == pytest.approx(waited.communication)
+
+
+def test_iterations_cost_what_they_would_one_by_one():
+    """Of loops the first iterations are gone through; the others take as long as the last of these."""
+
+    def step(w, x, count):
+        body = lambda c, one: (vfn.with_sharding(c @ vfn.with_sharding(one, P()), P("dp")), None)
+        return vfn.scan(body, x, w)[0].sum()
+
+    found = []
+    for count in (4, 14, 24):
+        args = S((count, 256, 256), f32), S((256, 256), f32), count
+        found.append(vfn.price(step, *args, specs=(P(None, "dp"), P("dp"), None), mesh={"dp": 4}))
+    first, second, third = (one.seconds for one in found)
+    assert third - second == pytest.approx(second - first, rel=1e-6)
+    assert second > first
+    assert [one.calls["dp"] for one in found] == [4, 14, 24]
+
+
+def test_prices_side_by_side():
+    price = vfn.price(lambda x, w: x @ w, S((64, 32), f32), S((32, 32), f32), specs=(P("tp"), P()), mesh={"tp": 8})
+    both = price.compare((P("tp"), P(None, "tp")), summed=(P(None, "tp"), P("tp")))
+    assert [one.name for one in both] == ["this", "other 1", "summed"]
+    assert both[0].bytes == {}
+    assert both[1].bytes == {"tp": 4096}
+    assert "other 1" in repr(both)
+    assert "<table>" in both._repr_html_()
+    assert [move.op for move in both[1].needless] == ["all_gather"]
+    assert "Instead" in repr(both[1])
+    assert "compute" in price._repr_html_()

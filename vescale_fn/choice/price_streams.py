@@ -1,0 +1,221 @@
+"""When the calls of a plan run, by prediction: computing on one stream, and beside it collectives, one after the other on each
+link, and copies to the host.
+
+A collective that was begun (`overlap`, `prefetch`) travels while others compute, up to the call that waits for it; what is
+waited for there is exposed. Any other collective is waited for where it stands.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from .._core.distributed.collectives import Collective, Start
+from .._core.sharding.index_map import axes_of
+from ..hardware import Hardware
+from ..plan.ir import graph as plan
+from ..plan.ir import host_copies
+from ..plan.ir.branches import Branches
+from ..plan.ir.collective_nodes import size
+from ..plan.ir.loop import Loop, loop_of
+from ..plan.ir.mapped import Mapped
+from ..plan.ir.nested import Nested, ends
+from ..plan.ir.rotated_loop import Rotated
+from ..plan.ir.work import FUNCTIONS, GATHERS, tensors, work
+from ..plan.passes.overlap import is_wait
+
+_OUT, _BACK = "to the host", "from the host"
+Begun = float | None  # when what is on its way arrives; None for what is there
+
+
+@dataclass
+class Times:
+    """Seconds, and how many calls."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    communication: float = 0.0
+    calls: int = 0
+
+    def add(self, other: Times, times: int = 1) -> None:
+        """Add others, so often."""
+        self.compute += times * other.compute
+        self.exposed += times * other.exposed
+        self.communication += times * other.communication
+        self.calls += times * other.calls
+
+
+@dataclass
+class PassingTime:
+    """What has passed.
+
+    Args:
+        hardware: that computes and sends.
+        mesh: the sizes of all axes, for ranks lie row-major in that, wherever a part of it communicates.
+
+    Attributes:
+        now: how long it has computed and waited.
+        lines: what the user's lines took of that.
+        free: when each link, and each way to the host, is free again.
+    """
+
+    hardware: Hardware
+    mesh: Mapping[str, int]
+    now: float = 0.0
+    lines: dict[str, Times] = field(default_factory=dict[str, Times])
+    free: dict[Any, float] = field(default_factory=dict[Any, float])
+
+    def run(self, graph: fx.Graph, given: Sequence[Begun] = ()) -> list[Begun]:
+        """All calls of a graph, in order.
+
+        Args:
+            given: of its placeholders when those arrive that are on their way.
+
+        Returns:
+            The same of its results.
+        """
+        places, outs = ends(graph)
+        begun: dict[Any, float] = {x: at for x, at in zip(places, given) if at is not None}
+        for node in plan.calls(graph):
+            if node.target is operator.getitem and node.args[0] in begun:
+                begun[node] = begun[node.args[0]]
+            elif isinstance(node.target, Nested):
+                self._nested(node)
+            elif isinstance(node.target, Start):
+                begun[node] = self._sent(node)
+            elif isinstance(node.target, Collective):
+                self._waited(node, self._sent(node))
+            elif is_wait(node):
+                self._waited(node, begun[node.args[0]])
+            elif (copy := host_copies.runs(node)) is not None:
+                self._copied(node, copy, begun)
+            else:
+                self._computed(node, seconds(node, self.hardware))
+        return [begun.get(x) for x in outs]
+
+    def _line(self, node: fx.Node) -> Times:
+        return self.lines.setdefault(node.meta.get("line", "") or "?", Times())
+
+    def _computed(self, node: fx.Node, time: float) -> None:
+        times = self._line(node)
+        times.compute += time
+        times.calls += node.target is not operator.getitem
+        self.now += time
+
+    def _sent(self, node: fx.Node) -> float:
+        """When a collective that begins here ends: after those before it on the same link."""
+        target: Any = node.target
+        sizes = self.mesh if set(target.axes) <= set(self.mesh) else axes_of(target.mesh)
+        time = self.hardware.collective(target.kind, size(node), sizes, target.axes)
+        link = self.hardware.link(sizes, target.axes)
+        end = self.free[link] = max(self.now, self.free.get(link, 0.0)) + time
+        times = self._line(node)
+        times.communication += time
+        times.calls += 1
+        return end
+
+    def _waited(self, node: fx.Node, end: float) -> None:
+        self._line(node).exposed += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def _copied(self, node: fx.Node, copy: Any, begun: dict[Any, float]) -> None:
+        """A copy to the host, or back."""
+        if copy in (host_copies.offload, host_copies.fetch):
+            way, value = (_OUT, node.all_input_nodes[0]) if copy is host_copies.offload else (_BACK, node)
+            end = max(self.now, self.free.get(way, 0.0)) + plan.nbytes(plan.value(value)) / self.hardware.host
+            self.free[way] = begun[node] = end
+        else:
+            self._waited(node, begun.get(node.args[0], 0.0))
+
+    def _nested(self, node: fx.Node) -> None:
+        target: Any = node.target
+        if isinstance(target, Loop):
+            self._loop(loop_of(node))
+        elif isinstance(target, Mapped):
+            self._mapped(node)
+        elif isinstance(target, Branches):
+            self._slowest(target.bodies)
+        else:  # a shared body; of a loop of unknown length, one iteration
+            for body in target.bodies:
+                self.run(body)
+
+    def _loop(self, loop: Loop) -> None:
+        """The first iterations, and the others as the last of these."""
+        ahead = loop.bodies[0] if isinstance(loop, Rotated) and loop.begins else None
+        behind = loop.bodies[-1] if isinstance(loop, Rotated) and loop.late else None
+        width = len(ends(loop.body)[0]) - loop.begun
+        coming = [] if ahead is None else self.run(ahead)
+        left: list[Begun] = []
+        shown = min(loop.length, 3)
+        for i in range(shown):
+            before = self._copy()
+            here, late = coming, left
+            if ahead is not None and i + 1 < loop.length:
+                coming = self.run(ahead)
+            outs = self.run(loop.body, [*[None] * width, *here])
+            left = outs[loop.carry + len(loop.keeps) :]
+            if behind is not None and i:
+                self._run_late(loop, behind, late)
+            if i == shown - 1 and loop.length > shown:
+                left = self._repeat(before, loop.length - shown, left)
+        if behind is not None and shown:
+            self._run_late(loop, behind, left)
+
+    def _run_late(self, loop: Any, behind: fx.Graph, left: Sequence[Begun]) -> None:
+        self.run(behind, [*[None] * len(loop.totals), *left])
+
+    def _mapped(self, node: fx.Node) -> None:
+        """A formula of one leaf over many: its calls go through all of them."""
+        target: Any = node.target
+        for call in plan.calls(target.bodies[0]):
+            one = seconds(call, self.hardware, target.at_once(node))
+            self._computed(call, one)
+
+    def _slowest(self, bodies: Sequence[fx.Graph]) -> None:
+        """Of branches the one that takes longest."""
+        found: list[PassingTime] = []
+        for body in bodies:
+            found.append(self._copy())
+            found[-1].run(body)
+        slowest = max(found, key=lambda one: one.now)
+        self.now, self.lines, self.free = slowest.now, slowest.lines, slowest.free
+
+    def _copy(self) -> PassingTime:
+        lines = {line: Times(**vars(times)) for line, times in self.lines.items()}
+        return PassingTime(self.hardware, self.mesh, self.now, lines, dict(self.free))
+
+    def _repeat(self, before: PassingTime, times: int, under_way: Sequence[Begun]) -> list[Begun]:
+        """What has passed since passes again, so often."""
+        for line, here in self.lines.items():
+            was = before.lines.get(line, Times())
+            gone = Times(
+                here.compute - was.compute,
+                here.exposed - was.exposed,
+                here.communication - was.communication,
+                here.calls - was.calls,
+            )
+            here.add(gone, times)
+        later = times * (self.now - before.now)
+        self.now += later
+        self.free = {link: end + later for link, end in self.free.items()}
+        return [None if end is None else end + later for end in under_way]
+
+
+def seconds(node: fx.Node, hardware: Hardware, rows: float = 1.0) -> float:
+    """The seconds of a call that computes; of one of `rows` leaves at once."""
+    if plan.viewed(node) and not plan.written(node):
+        return 0.0 if node.target is operator.getitem else hardware.view
+    todo = work(node)
+    if todo.product is not None:
+        n, m, k, batch = todo.product
+        return hardware.matmul(n, m, k, batch, todo.dtype)
+    moved = todo.moved
+    if plan.name_of(node) in GATHERS:
+        moved = 2 * plan.nbytes(plan.value(node))
+    made = rows * sum(x.numel() for x in tensors(plan.value(node))) if plan.name_of(node) in FUNCTIONS else 0.0
+    busy = hardware.compute(todo.flops, todo.dtype, rows * moved)
+    return max(busy, rows * todo.drawn / hardware.draws, made / hardware.functions)
