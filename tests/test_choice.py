@@ -1,5 +1,9 @@
 """A chosen layout of a step, carried out: values, dtypes and layouts as on one device, whatever the layout."""
 
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sampled_layouts import fault, faults_on_ranks
@@ -10,11 +14,14 @@ from vescale_fn import P
 from vescale_fn._core.arrays.layout_solver import solved
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.apply_calls import operands
+from vescale_fn.choice.choice import ChosenLayout
 from vescale_fn.choice.moves import moves
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.rules_text import given, rules_of
 from vescale_fn.choice.search.described import described
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
+from vescale_fn.choice.search.search import search
+from vescale_fn.choice.verified import verified
 
 AXES = {"dp": 2, "tp": 2}
 
@@ -218,3 +225,76 @@ def test_with_its_moves_written_a_step_communicates_as_in_the_layout(name):
             logs.append({op: log.bytes(op) for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")})
     assert logs[0] == logs[1]
     assert (logs[0] != logs[2]) == bool(said)
+
+
+def blocks(p, x, y):
+    for layer in p["blocks"]:
+        x = x + torch.relu(x @ layer["up"]) @ layer["down"]
+    return (x - y).square().mean()
+
+
+def trained(p, x, y, rate):
+    loss, gradient = vfn.value_and_grad(blocks)(p, x, y)
+    return loss, vfn.tree.map(lambda p, g: p - rate * g, p, gradient)
+
+
+@pytest.fixture(scope="module")
+def choice():
+    shape = lambda *sizes: vfn.ShapeDtype(sizes, torch.float32)
+    params = {"blocks": [{"up": shape(1024, 4096), "down": shape(4096, 1024)} for _ in range(2)]}
+    recorded = record(trained, params, shape(4096, 1024), shape(4096, 1024), 0.1)
+    hardware, mesh = vfn.hardware.h100(1), {"tp": 4}
+    again = lambda given: search(recorded, mesh, hardware, fixed=given, candidates=1)[0]
+    solve = functools.partial(search, recorded, mesh, hardware, candidates=2)
+    return ChosenLayout(recorded, verified(recorded, hardware, None, solve), hardware, None, again)
+
+
+def test_a_choice_says_what_it_costs_and_runs(choice):
+    specs = choice.specs
+    assert vfn.spec_from_rules(choice.recorded.call.args[0], choice.rules()) == specs[0]
+    assert choice.predicted.seconds <= choice.others[0].predicted.seconds
+    both = choice.compare(replicated=(P(), P(), P(), None), chosen=choice.predicted)
+    assert [one.name for one in both] == ["this", "replicated", "chosen"]
+    assert both[0].seconds == both[2].seconds < both[1].seconds
+    assert "predicted" in repr(choice)
+    assert "the next best:" in repr(choice)
+    assert "<table>" in choice._repr_html_()
+    assert choice.memory().peak == choice.predicted.peak
+    with vfn.simulate(4):
+        mesh = choice.mesh()
+        small = choice.jit(donate_argnums=0)
+        with pytest.raises(vfn.errors.SpecError, match="the layout was chosen for trained of other arguments"):
+            small(*vfn.shard(({"blocks": []}, torch.ones(4, 4), torch.ones(4, 4)), mesh, P()), 0.1)
+
+
+def test_explain_names_the_other_ways_and_their_costs(choice):
+    text = choice.explain(r"up$")
+    assert text.splitlines()[0].startswith("blocks.0.up")
+    assert any("a step (compute" in line for line in text.splitlines())
+    line = next(node.meta["line"] for node in choice.recorded.graph.nodes if node.name == "mm_default")
+    assert "mm(f32[4096" in choice.explain(line.rpartition("/")[2])
+    with pytest.raises(vfn.errors.SpecError, match="no argument's path, and no line, matches 'head'"):
+        choice.explain("head")
+
+
+def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):
+    recorded, hardware, best = choice.recorded, choice.hardware, choice.layouts
+    whole = replace(
+        best, inputs=tuple(x and P() for x in best.inputs), calls={}, outputs=tuple(x and P() for x in best.outputs)
+    )
+    split, budget, bounds = SimpleNamespace(layouts=best), choice.predicted.peak, []
+
+    def solve(memory):
+        """Nothing within the budget by its own prediction, then what is too large, then what fits."""
+        bounds.append(memory)
+        if len(bounds) == 1:
+            raise vfn.errors.VfnError("nothing fits")
+        return [SimpleNamespace(layouts=whole) if len(bounds) == 2 else split]
+
+    found = verified(recorded, hardware, budget, solve)
+    assert [one.fits for one in found] == [True, False]
+    assert found[0].layouts is best
+    assert bounds[0] == budget < bounds[1]
+    assert bounds[2] == pytest.approx(bounds[1] * budget / found[1].price.peak)
+    with pytest.raises(vfn.errors.SpecError, match="no plan of trained that was found needs as little as 1.00 MiB"):
+        verified(recorded, hardware, 1 << 20, lambda memory: [split])
