@@ -13,8 +13,8 @@ import torch
 from ..._core.base.errors import SpecError
 from ..._core.base.messages import report
 from ..._core.sharding.spec import from_split_axes, split_axes
-from ...plan.ir import costs
 from ...plan.ir import graph as plan
+from ...plan.ir.work import flops
 from .atoms import Atoms
 from .classes import classes
 from .described import Described, described, source
@@ -354,7 +354,7 @@ class _Made:
             read += math.prod(d.sizes) * size.element_size() / (ways(lies, self.axes) if lies is not None else 1)
         split = math.prod(self.axes[a] for a in option.split)
         dtype = next((x.dtype for x in it.outs if x is not None), None)
-        seconds = self.hardware.compute(costs.flops(it.node) / split, dtype, made + read)
+        seconds = self.hardware.compute(flops(it.node) / split, dtype, made + read)
         for i, over in option.folds:
             d = site.outs[i]
             if d is not None:
