@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from .apply import applied
 from .apply_calls import operands, results
 from .moves import MoveToWrite, moves
 from .price import price
+from .price_drawing import side_by_side
 from .price_report import Price, Prices
 from .recording import Recording
 from .rules_text import Rule, kind_of, rules_of
@@ -248,7 +248,7 @@ class ChosenLayout:
 
     def _repr_html_(self) -> str:
         prices = [replace(one.price, name=f"{i + 1}") for i, one in enumerate(self._ranked[:_SHOWN])]
-        return f"<pre>{html.escape(repr(self))}</pre>{Prices(tuple(prices))._repr_html_()}"
+        return side_by_side(prices, repr(self))
 
 
 def _dotted(x: Any) -> list[str]:
