@@ -119,8 +119,9 @@ def plans(m):
 
 
 def texts(m):
-    said = lambda plan: (plan.text(None), plan.memory().peak, plan.recorded.text(None), repr(plan.comms()))
-    return {name: said(plan) for name, plan in plans(m)}
+    """Of each plan its peak, and what it says of itself but for its peak."""
+    said = lambda plan: re.sub("peak .*", "", f"{plan.text(None)}{plan.recorded.text(None)}{plan.comms()!r}")
+    return {name: (plan.memory().peak, said(plan)) for name, plan in plans(m)}
 
 
 def _both(sizes):
@@ -132,10 +133,12 @@ def _both(sizes):
 def test_plans_are_those_of_real_ranks(gloo, sizes):
     found = gloo(4, functools.partial(_both, sizes))
     for rank, (real, abstract) in enumerate(found):
-        for name, text in real.items():
-            assert abstract[name] == text, (rank, name)
-    assert texts(vfn.abstract_mesh(sizes, ("dp", "tp"))) == found[0][0]  # in a process without ranks: rank 0's
-    assert texts(vfn.abstract_mesh(sizes, ("dp", "tp"), rank=3)) == found[3][0]
+        for name, (peak, text) in real.items():
+            assert abstract[name][1] == text, (rank, name)
+            by_gloo = "all_gather" in text or "reduce_scatter" in text  # which takes memory of its own for these
+            assert abstract[name][0] <= peak if by_gloo else abstract[name][0] == peak, (rank, name)
+    assert texts(vfn.abstract_mesh(sizes, ("dp", "tp"))) == found[0][1]  # in a process without ranks: rank 0's
+    assert texts(vfn.abstract_mesh(sizes, ("dp", "tp"), rank=3)) == found[3][1]
 
 
 # --- arrays without values --------------------------------------------------------------------------------------------

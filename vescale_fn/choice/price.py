@@ -16,8 +16,7 @@ from .._core.distributed.collectives import Collective, Start
 from .._core.sharding.index_map import axes_of
 from ..debugging.needless_moves import needless
 from ..hardware import Hardware
-from ..plan.ir import graph as plan
-from ..plan.ir.collective_nodes import size
+from ..plan.ir.collective_nodes import in_order_of_ranks, size
 from ..plan.ir.graph import Pass
 from ..plan.ir.memory_use import ARGUMENTS, alive_at
 from ..plan.ir.nested import all_collectives, bodies_of
@@ -132,35 +131,21 @@ def priced(
         traffic(lowered, hardware, mesh),
         comms,
         memory,
-        max(memory.peak, _packed(lowered.graph) if hardware.device == "cpu" else 0),
+        max(memory.peak, _by_gloo(lowered.graph) if hardware.device == "cpu" else 0),
         needless(comms),
         again,
     )
 
 
-def _packed(graph: fx.Graph) -> int:
-    """The most bytes that are alive while a collective is carried out by gloo: it takes and gives what is contiguous along the
-    first dim, so that others are copied there; and it adds up in a copy."""
+def _by_gloo(graph: fx.Graph) -> int:
+    """The most bytes that are alive where gloo carries out the collectives: see `in_order_of_ranks`."""
     most = 0
     for node, alive in alive_at(graph).items():
         for body in bodies_of(node):
-            most = max(most, alive + _packed(body) - max(alive_at(body).values(), default=0))
+            most = max(most, alive + _by_gloo(body) - max(alive_at(body).values(), default=0))
         if isinstance(node.target, Collective) and not isinstance(node.target, Start):
-            most = max(most, alive + _copied(node, node.target))
+            most = max(most, alive + in_order_of_ranks(node, by_gloo=True) - in_order_of_ranks(node))
     return most
-
-
-def _copied(node: fx.Node, collective: Collective) -> int:
-    taken, given = size(node), plan.nbytes(plan.value(node))
-    match collective.kind, *collective.params:
-        case "all_gather", dim:
-            return given * (dim != 0)
-        case "reduce_scatter", dim:
-            return taken * (1 + (dim != 0))
-        case "all_to_all", first, last:
-            return taken * (first != 0) + given * (last != 0)
-        case _:
-            return 0
 
 
 def traffic(lowered: Lowered, hardware: Hardware, mesh: Mapping[str, int]) -> tuple[Traffic, ...]:

@@ -156,7 +156,8 @@ def abstract_mesh(
         shape: the size of each axis.
         names: the axes' names, all different.
         device: where the ranks would compute: "cpu"; or "cuda", of which this process needs one, for torch's autograd runs on
-            no device that is not there. Layouts, collectives and their bytes are the same on both.
+            no device that is not there. Layouts, collectives and their bytes are the same on both. What gloo takes for
+            itself is in the plans of its processes only: nobody asks for 512 of them.
         rank: the rank whose blocks, and whose plans, are seen, counted row-major. Of an uneven layout rank 0 has the largest
             blocks.
 

@@ -84,20 +84,26 @@ def size(node: fx.Node) -> int:
     return max(nbytes(largest), collective_of(node).elements * largest.element_size())
 
 
-def in_order_of_ranks(node: fx.Node) -> int:
+def in_order_of_ranks(node: fx.Node, by_gloo: bool | None = None) -> int:
     """The bytes that a collective takes besides what it is given and what it gives: on real ranks values travel rank by rank,
-    so that pieces along another dim than the first are put in order before it, or joined after it. Gloo gathers into memory
-    of its own, and adds up in a copy."""
+    so that pieces along another dim than the first are put in order before it, or joined after it.
+
+    Args:
+        node: its call.
+        by_gloo: whether gloo carries it out, which gathers into memory of its own, and adds up in a copy. By default where
+            processes talk and compute on CPUs: a mesh without ranks stands for devices.
+    """
     if is_listed(node) or HOLDERS in node.meta or PLAYED in node.meta:
         return 0
     collective, given, made = collective_of(node), value(node.args[0]), value(node)  # type: ignore[arg-type]
     kind, (dim, *more) = collective.kind, collective.params
-    gloo = given.device.type == "cpu"
+    if by_gloo is None:
+        by_gloo = given.device.type == "cpu" and not communicator_of(collective.mesh).all_here
     along = lambda x, dim: math.prod(x.shape[:dim]) != 1
     if kind == "all_gather":
-        return nbytes(given) * (not given.is_contiguous()) + nbytes(made) * (gloo or along(made, dim))
+        return nbytes(given) * (not given.is_contiguous()) + nbytes(made) * (by_gloo or along(made, dim))
     if kind == "reduce_scatter":
-        return nbytes(given) * (gloo or along(given, dim) or not given.is_contiguous())
+        return nbytes(given) * (by_gloo or along(given, dim) or not given.is_contiguous())
     if kind == "all_to_all":
         return nbytes(given) * (along(given, dim) or not given.is_contiguous()) + nbytes(made) * along(made, *more)
     return 0
