@@ -2689,6 +2689,15 @@ def a_pipeline_that_gathers_by_layer(mesh):
 
 
 @misuse
+def a_pipeline_within_a_share_of_memory(mesh):
+    """TransformError
+    pipeline: memory='60 %' is no amount of memory
+      Instead: bytes, as an int or as memory="8 GiB"
+    """
+    vfn.pipeline(layers, "dp", microbatches=2, memory="60 %")
+
+
+@misuse
 def a_pipeline_whose_cuts_are_a_number(mesh):
     """TransformError
     pipeline: cuts must be "balanced", or a list of numbers or names of cuts, but it is 3

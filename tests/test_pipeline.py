@@ -14,6 +14,7 @@ from vescale_fn._core import torch_internals
 from vescale_fn._core.distributed.parcels import Lies, Parcel
 from vescale_fn.plan import cut_choice
 from vescale_fn.plan.ir.graph import collectives
+from vescale_fn.plan.staged import Staged
 from vescale_fn.recipes import gpt, models
 from vescale_fn.recipes.parallel import parallel
 from vescale_fn.schedules import Action, Schedule
@@ -537,12 +538,13 @@ def parted_plan(rank: int) -> list[str]:
 
 
 def cut_by_times_of_its_own(rank: int):
-    """The cuts that ranks choose together, each of which predicts other times, as of blocks of another size; and gradients."""
+    """The cuts that ranks choose together, each of which predicts other times, or memory, as of blocks of another size; and
+    gradients."""
     mesh = vfn.make_mesh((2, 2), ("pp", "dp"))
     piped = vfn.pipeline(chain, "pp", microbatches=PARTS)
     params, batch = vfn.shard(matrices(4), mesh, P()), vfn.shard((X, Y), mesh, P("dp"))
-    predicted, mine = cut_choice._times, [9.0 if i == 3 * (rank % 2) else 1.0 for i in range(5)]
-    cut_choice._times = lambda step, stages: mine
+    predicted, mine = cut_choice._numbers_of, [9.0 if i == 3 * (rank % 2) else 1.0 for i in range(5)] + [0.0] * 25
+    cut_choice._numbers_of = lambda step, stages: mine
     grads = vfn.unshard(vfn.grad(piped)(params, *batch))
     # the mesh of the other axis is made in the recording
     mesh = vfn.make_mesh((2, 2), ("pp", "data"))
@@ -551,8 +553,13 @@ def cut_by_times_of_its_own(rank: int):
     with warnings.catch_warnings(action="ignore"):  # what is around the step differs, too
         with pytest.raises(vfn.errors.DivergenceError, match=said):
             vfn.jit(vfn.grad(vfn.pipeline(chain, "pp", microbatches=PARTS)))(params, *batch)
-    cut_choice._times = predicted
-    return [*next(iter(piped._plans.values())).stages.behind], grads
+    cut_choice._numbers_of, peaks = predicted, Staged._peaks
+    more = lambda stages: 1 << 20 if rank % 2 and 2 not in stages.behind else 0
+    Staged._peaks = lambda self, how, stages: [x + more(stages) for x in peaks(self, how, stages)]
+    bound = vfn.pipeline(chain, "pp", microbatches=PARTS, memory="1 MiB")
+    of_bound = vfn.unshard(vfn.grad(bound)(params, *batch))
+    Staged._peaks = peaks
+    return [[*next(iter(one._plans.values())).stages.behind] for one in (piped, bound)], grads, of_bound
 
 
 def skipping(sends: list):
@@ -603,7 +610,7 @@ def test_stages_on_real_ranks(gloo) -> None:
     wanted = [wanted_step(name) for name in ("fsdp", "tp", "four stages")]
     with vfn.simulate(4):
         of_plan, *_ = planned_step()[0]
-    for skipped, found, of_tied, heard, (in_plan, hits, sent), apart, (cuts, grads) in gloo(4, on_a_rank):
+    for skipped, found, of_tied, heard, (in_plan, hits, sent), apart, (cuts, *found_grads) in gloo(4, on_a_rank):
         assert all(same(skipped, vfn.optim.microbatches(vfn.value_and_grad(skips), PARTS)(matrices(4), X, Y)))
         assert all(same(in_plan, [of_plan, of_plan]))
         assert hits == 1
@@ -620,8 +627,9 @@ def test_stages_on_real_ranks(gloo) -> None:
             assert shown in error.splitlines()[2]
         assert all(same(found, wanted))
         check_tied(of_tied)
-        assert cuts == [1]
-        torch.testing.assert_close(grads, vfn.grad(chain)(matrices(4), X, Y))
+        assert cuts == [[1], [2]]
+        for grads in found_grads:
+            torch.testing.assert_close(grads, vfn.grad(chain)(matrices(4), X, Y))
 
 
 def test_a_step_behind_one_that_failed_says_so_before_ranks_compare() -> None:

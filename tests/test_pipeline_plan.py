@@ -1,11 +1,16 @@
 """What `piped.plan(...)` says beforehand of a step: the memory of each rank, in numbers and drawn."""
 
 import html
+import itertools
 import json
+import random
+import re
 import weakref
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
+import pytest
 import torch
 from torch import fx
 
@@ -14,6 +19,8 @@ from benchmarks.peak_memory import accounting
 from vescale_fn import P
 from vescale_fn._core import torch_internals
 from vescale_fn._core.distributed.collectives import Collective
+from vescale_fn.plan import cut_choice
+from vescale_fn.plan.cut_choice import CutPieces, balanced, partitions
 from vescale_fn.plan.execution.codegen import generate
 from vescale_fn.plan.ir import memory_use
 from vescale_fn.plan.ir.collective_nodes import noted
@@ -124,7 +131,7 @@ def test_memory_in_flight_is_that_of_the_schedule(tmp_path: Path) -> None:
         mesh, args = vfn.make_mesh((4,), ("pp",)), arguments()
         for schedule, kept in wanted.items():
             with vfn.use_mesh(mesh):
-                plan = vfn.pipeline(layered, "pp", microbatches=PARTS, schedule=schedule).plan(*args)
+                plan = vfn.pipeline(layered, "pp", microbatches=PARTS, schedule=schedule, cuts=[1, 3, 5]).plan(*args)
             memory = plan.memory()
             most = [max(t.after["kept"] for t in row if "F" in t.task) for row in memory.rows]
             assert all(abs(a - b) <= value for a, b in zip(most, kept, strict=True))
@@ -184,3 +191,46 @@ def test_auto_finds_a_schedule_for_the_stages_that_there_are() -> None:
             assert (plan.schedule.stages, max(plan.timeline(times).in_flight)) == (stages, stages)
             other = vfn.schedules.zb_h1(2, 4) if costs is None else vfn.schedules.zbv(2, 4)
             assert plan.timeline(times).makespan <= other.simulate(times).makespan
+
+
+def test_cuts_are_those_with_which_the_schedule_takes_least() -> None:
+    """As all partitions compared say: messages count, and what a rank has of several stages; the shortest longest stage is often
+    another one, and a descent through many partitions comes near."""
+    draw, beaten, near = random.Random(0), 0, []
+    cases = [(vfn.schedules.one_f_one_b(3, 4), 7), (vfn.schedules.zb_h1(2, 4), 6), (vfn.schedules.zbv(2, 4), 6)]
+    for schedule, n in cases * 6:
+        rows = [[draw.choice((1.0, 2.0, 5.0)) for _ in range(n)] for _ in range(3)]
+        pieces = CutPieces(*rows, [draw.choice((0.0, 4.0)) for _ in range(n)], [0.0] * n, [0.0] * n)
+        makespan = lambda begins, pieces=pieces, schedule=schedule: schedule.simulate(pieces.costs(begins)).makespan
+        fits = [set(range(schedule.stages))] * n
+        least = min(map(makespan, itertools.combinations(range(1, n), schedule.stages - 1)))
+        assert makespan(partitions(pieces, schedule, fits)[0]) <= 1.011 * least
+        longest = balanced(list(map(sum, zip(*rows))), schedule.stages)
+        beaten += makespan(tuple(sorted(longest))) > 1.011 * least
+        with mock.patch.object(cut_choice, "_COMPARED", 0):
+            near.append(makespan(partitions(pieces, schedule, fits)[0]) / least)
+    assert beaten > 6
+    assert sum(near) / len(near) < 1.05
+    pieces = CutPieces([1.0] * 4, [1.0] * 4, [1.0] * 4, [0.0, 20.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4)
+    assert partitions(pieces, vfn.schedules.one_f_one_b(2, 2), [{0, 1}] * 4)[0] in ((1,), (3,))
+
+
+def test_cuts_are_within_the_memory_that_there_is() -> None:
+    """1F1B's first rank holds more parts than the others: with less memory it has fewer layers. What does not fit says how much
+    is missing."""
+    args = arguments()
+    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("pp",))):
+        piped = lambda **how: vfn.pipeline(layered, "pp", microbatches=PARTS, **how)
+        free = piped().plan(*args)
+        most = max(free.memory().peaks)
+        for schedule in ("1f1b", "auto"):
+            bound = piped(schedule=schedule, memory=most - 1).plan(*args)
+            assert max(bound.memory().peaks) < most
+            assert bound.stages[0].calls["F"] < free.stages[0].calls["F"]
+        specs = piped(memory=f"{most - 1} B").specs(*args)
+        assert [pair[0].at for pair in specs].count((("pp", (0,)),)) < 4
+        with pytest.raises(vfn.errors.TransformError, match=r"within memory=50000 on each rank") as error:
+            piped(memory=50000).specs(*args)
+        assert re.search(r"cuts \[\d\] rank \d needs .*KiB, .*KiB more: the least that was found", str(error.value))
+        fitting = int(re.search(r"memory=(\d+); ", str(error.value))[1])
+        assert max(piped(memory=fitting).plan(*args).memory().peaks) == fitting

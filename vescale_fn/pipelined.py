@@ -32,6 +32,7 @@ from ._core.sharding.spec import P, with_place
 from ._core.transforms.grad import keep_mark, value_and_grad
 from .optim.microbatches import check_results, means, microbatches, parts, reduced_later
 from .optim.optimizer import check_steps
+from .plan.ir.memory_limit import MemoryLimit, limit
 from .plan.pipeline_plan import PipelinePlan, planned
 from .plan.signature import JitCall
 from .plan.stage_results import at_places, recorded
@@ -66,6 +67,7 @@ def pipeline(
     gather: str = "step",
     costs: schedules.Costs | None = None,
     has_aux: bool = False,
+    memory: int | str | None = None,
 ) -> Pipelined:
     """`f`, whose stages run on the ranks along an axis of the mesh, each a part of the batch after the other.
 
@@ -90,22 +92,24 @@ def pipeline(
             holds no more activations than ``"1f1b"`` on its first rank; a `vfn.schedules.Schedule`; or a function of the
             number of ranks and of microbatches that makes one.
         chunks: how many stages a rank has, where the schedule is ``"interleaved"``.
-        cuts: which cuts are used: ``"balanced"``, so that the longest stage is predicted to be as short as it can be; or a list
-            of their numbers, in the program's order, or of their names. Others mean nothing.
+        cuts: which cuts are used: ``"balanced"``, those with which the schedule is predicted to take least time, within
+            `memory`; or a list of their numbers, in the program's order, or of their names. Others mean nothing.
         gather: how often a stage's parameters are gathered that are split over other axes (FSDP), and are computed with whole:
             once a ``"step"``, and kept for it; or for each ``"microbatch"``, by its forward and by its backward task.
         costs: for ``"auto"``: what each stage takes, as measured, of one or several stages a rank; by default as predicted, of
             one. Ranks look for a schedule together, and so not in a `vfn.jit`, where it is the one that ``specs``, ``plan`` or
             a call before it has found.
         has_aux: whether `f` gives a pair.
+        memory: the most that a rank may hold in a step, as ``plan(...).memory().peaks`` predicts it with each parameter where
+            it is used: bytes, or ``"8 GiB"``. Cuts, and the schedule ``"auto"``, are chosen within it.
 
     Returns:
         A function of the same arguments. Parameters are whole along the axis, or at the coordinates whose stages use them, as
         ``specs(params, *batch)`` of the function says; gradients lie as they do.
 
     Raises:
-        TransformError: too few cuts; a schedule that does not fit the mesh; or it is called under another transform than
-            `vfn.grad` or `vfn.value_and_grad`, or in a `shard_map` body.
+        TransformError: too few cuts; a schedule that does not fit the mesh; no stages within `memory`; or it is called
+            under another transform than `vfn.grad` or `vfn.value_and_grad`, or in a `shard_map` body.
 
     Source: GPipe, arXiv 1811.06965; PipeDream-flush, arXiv 2006.09503; tasks from one recorded step: JaxPP, arXiv 2412.14374.
 
@@ -135,7 +139,8 @@ def pipeline(
     if gather not in ("step", "microbatch"):
         what = f'gather must be "step" or "microbatch", but it is {short(gather)}'
         raise TransformError(report("pipeline", what))
-    return Pipelined(f, axis_name, microbatches, schedule, cuts if given is None else given, gather, has_aux)
+    most = None if memory is None else limit(memory, caller="pipeline")
+    return Pipelined(f, axis_name, microbatches, schedule, cuts if given is None else given, gather, has_aux, most)
 
 
 def _found(schedule: Any, chunks: int | None, costs: Any) -> Any:
@@ -186,11 +191,19 @@ class Pipelined:
     """A pipelined function; made by `pipeline`."""
 
     def __init__(
-        self, f: Callable[..., Any], axis: str, count: int, schedule: Any, cuts: Any, gather: str, has_aux: bool
+        self,
+        f: Callable[..., Any],
+        axis: str,
+        count: int,
+        schedule: Any,
+        cuts: Any,
+        gather: str,
+        has_aux: bool,
+        memory: MemoryLimit | None,
     ) -> None:
         functools.update_wrapper(self, f)
         self._f, self._axis, self._count, self._schedule, self._cuts = f, axis, count, schedule, cuts
-        self._gather, self._has_aux = gather, has_aux
+        self._gather, self._has_aux, self._memory = gather, has_aux, memory
         self._plans: OrderedDict[Any, Staged] = OrderedDict()
         self._within: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()  # those made in a recording
         self._schedules: dict[int, schedules.Schedule] = {}  # by the number of ranks
@@ -342,8 +355,9 @@ class Pipelined:
 
         def made(within: bool = False) -> Staged:
             known = self._found.get(along.size) if within else None
-            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto" and known is None, runs
-            found = Staged(call, varying, count, names, homes, along, known or schedule, *how_cut)
+            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto" and known is None
+            how_run = runs, self._memory
+            found = Staged(call, varying, count, names, homes, along, known or schedule, *how_cut, *how_run)
             check_results(tree.paths(tree.unflatten(found.out_def, found.like), "result"), found.like, "pipeline")
             return found
 

@@ -33,7 +33,6 @@ from .sized_tasks import (
     TaskMemory,
 )
 from .stage_runs import MessageRoutes, Name, StageRun, StageTasks
-from .staged import Staged
 from .stages import Stages
 
 
@@ -82,11 +81,11 @@ class PipelineMemory:
     __repr__ = text
 
 
-def memory_of(staged: Staged, homes: Sequence[Iterable[int]], timeline: Timeline) -> PipelineMemory:
+def memory_of(staged: Any, homes: Sequence[Iterable[int]], timeline: Timeline) -> PipelineMemory:
     """The memory of a step.
 
     Args:
-        staged: its plan.
+        staged: its plan, a `Staged`.
         homes: for each parameter the ranks that have it.
         timeline: when each task runs.
     """
@@ -113,7 +112,7 @@ def memory_of(staged: Staged, homes: Sequence[Iterable[int]], timeline: Timeline
     return PipelineMemory(tuple(map(tuple, rows)), before, tuple(post.holds.most for post in posts))
 
 
-def _runs(staged: Staged, homes: Sequence[Iterable[int]], posts: Sequence[_Post]) -> list[StageRun]:
+def _runs(staged: Any, homes: Sequence[Iterable[int]], posts: Sequence[_Post]) -> list[StageRun]:
     """The step of each rank."""
     stages, runs = staged.stages, []
     tasks, made = dict(enumerate(staged.all_tasks)), dict[Any, TaskMemory]()
@@ -203,7 +202,7 @@ class _Post:
 
 
 def _inputs(
-    staged: Staged, homes: Sequence[Iterable[int]], holds: Holds, rank: int, used: set[fx.Node], held: list[HeldPiece]
+    staged: Any, homes: Sequence[Iterable[int]], holds: Holds, rank: int, used: set[fx.Node], held: list[HeldPiece]
 ) -> tuple[dict[fx.Node, SizedValue], list[dict[fx.Node, SizedValue]]]:
     """What a rank is given: what all parts of the batch share, and what each has; and in `held` what others hold, too. Parts of
     an array are copied, where they are `used`, for their rows to lie side by side."""
@@ -221,7 +220,7 @@ def _inputs(
     return fixed, parts
 
 
-def _results(staged: Staged, homes: Sequence[Iterable[int]], rank: int) -> Iterator[int]:
+def _results(staged: Any, homes: Sequence[Iterable[int]], rank: int) -> Iterator[int]:
     """The bytes of what a rank makes of the sums that it has, each beside them: the mean, in its dtype, reduced; and of what
     comes from other ranks."""
     nodes: Any = output(staged.graph).args[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,18 +18,21 @@ from .._core.base.messages import report
 from .._core.distributed.edges import End, edge_group
 from .._core.distributed.parcels import Lies
 from .._core.sharding.layout import contiguous_stride
+from ..schedules import Schedule
 from ..schedules.actions import actions_of
 from .auto_schedule import found_for
-from .cut_choice import chosen
+from .cut_choice import Within, chosen
 from .ir.calls_of_rank import calls_of_rank
 from .ir.graph import output
+from .ir.memory_limit import MemoryLimit
 from .ir.nested import all_collectives, everywhere
 from .message_log import Logged, Messages
 from .passes.functionalize_writes import writes
+from .pipeline_memory import memory_of
 from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
 from .stage_runs import Between, Here, MessageRoutes, StageRun, StageTasks, edges
-from .stages import BW, CutStep, F, W, filled
+from .stages import BW, CutStep, F, Stages, W, filled
 from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
 from .tracing import leaves as leaves_
@@ -55,6 +59,7 @@ class Staged:
             when it first runs (`connect`).
         auto: whether a faster schedule is looked for when the stages are known, with each on the same rank.
         runs: whether it has tasks; else it says alone how the function is cut.
+        memory: that a rank may hold at most, by prediction, each parameter being where it is used; None for any.
 
     Attributes:
         totals: what it gives, the sums over the parts: of each plain tensor how it lies.
@@ -83,12 +88,14 @@ class Staged:
         within: bool = False,
         auto: bool = False,
         runs: bool = True,
+        memory: MemoryLimit | None = None,
     ) -> None:
         self.along, self.schedule, self.name = along, schedule, name
-        self.varying, self._parameters = frozenset(varying), len(homes)
+        self.varying, self._parameters, self._within = frozenset(varying), len(homes), within
+        self._tasks_of: tuple[Any, Any] = None, None  # the stages and the schedule whose tasks there are
         self._consensus = Consensus(name, along, call, within)
         recorded = self._consensus.recorded
-        how = f"{schedule.placement} {schedule.order} {homes} {varying} {gradients} {cuts} {gathers}"
+        how = f"{schedule.placement} {schedule.order} {homes} {varying} {gradients} {cuts} {gathers} {memory}"
         said = [*calls_of(recorded.graph), (f"a schedule, or arguments, of digest {digest(how)}", "")]
         self.said = digest([what for what, _ in said])
         self._consensus.say(said, f"cuts={cuts!r}, gather={gathers!r}, and the rest of digest {digest(how)}")
@@ -106,14 +113,16 @@ class Staged:
         self.homes = homes
         held = {x: home for i, xs in self.places if i < len(homes) and (home := homes[i]) is not None for x in xs}
         agreed = list if within else self._consensus.greatest  # of ranks whose blocks are of different sizes
-        self.stages = chosen(step, recorded.cuts, cuts, schedule.placement, held, agreed)
+        limit = None
+        if memory is not None:
+            limit = Within(memory.of(0), memory.asked, functools.partial(self._peaks, gradients > 0))
+        self.stages = chosen(step, recorded.cuts, cuts, schedule, held, agreed, limit)
         sides = [(f"stages of digest {digest(sides_of(graph, self.stages))}", "")]
         self._consensus.say(sides, f"the cuts {sorted(self.stages.behind)}")
         self.digest += 0 if within else 1 + self._consensus.heard()
         self._check_homes(names)
         if auto:
-            of_all = self._consensus.greatest
-            self.schedule = found_for(graph, self.stages, along.size, schedule.microbatches, of_all)
+            self.schedule = self._found(gradients > 0, limit)
         self._note_totals(graph)
         if runs:
             self._make_tasks(gradients > 0)
@@ -123,8 +132,27 @@ class Staged:
 
     # --- making it --------------------------------------------------------------------------------------------------
 
+    def _peaks(self, gradients: bool, stages: Stages) -> Sequence[int]:
+        """The most bytes that each rank is predicted to hold, with these stages."""
+        self.stages = stages
+        self._make_tasks(gradients)
+        self._settle(not self._within)
+        return memory_of(self, self.uses(), self.schedule.simulate()).peaks
+
+    def _found(self, gradients: bool, within: Within | None) -> Schedule:
+        """A fast schedule for the stages, within a limit on memory if the one that there is was."""
+        first, of_all = self.schedule, self._consensus.greatest
+        for limits in (min(first.ranks, first.microbatches), first.simulate().in_flight):
+            self.schedule = found_for(self.graph, self.stages, first.ranks, first.microbatches, of_all, limits)
+            if within is None or max(of_all(self._peaks(gradients, self.stages))) <= within.bytes:
+                return self.schedule
+        return first
+
     def _make_tasks(self, gradients: bool) -> None:
         """The order of the tasks, those of this process as functions, and how it is connected with others."""
+        if self._tasks_of[0] is self.stages and self._tasks_of[1] is self.schedule:
+            return
+        self._tasks_of = self.stages, self.schedule
         along, placement = self.along, self.schedule.placement
         self.order = [
             (rank, action)
@@ -140,6 +168,18 @@ class Staged:
         self.tasks: dict[int, dict[str, Task]] = {s: self.all_tasks[s] for s in mine}
         self._needed = {x for own in self.tasks.values() for task in own.values() for x in task.inputs}
         self._needed.update(self.stages.values, (term.node for terms in self.stages.parts for term in terms))
+
+    def _settle(self, asks: bool) -> None:
+        """Find what the tasks come to: without the passes where ranks, if one `asks` them, would not meet behind these; and
+        which have their gradients in memory of their own."""
+        meets = [task.body.meets for of in self.all_tasks for task in of.values() if task.body is not None]
+        if asks and not self._consensus.meet(meets):
+            self.bodies.give_back()
+        self.stages.alone.clear()
+        gradients = [(term.node, term.stage) for terms in self.stages.parts for term in terms]
+        for s, of in enumerate(self.all_tasks):
+            own = [x for x, at in gradients if at == s]
+            self.stages.alone.update((kind, s) for kind, task in of.items() if kind in (W, BW) and task.has_alone(own))
 
     def _take_inputs(self, call: JitCall, graph: fx.Graph) -> None:
         """Find what a step takes: the plain tensors of its leaves, and what the function closes over."""
@@ -174,12 +214,7 @@ class Staged:
 
     def _connect(self) -> None:
         along = self.along
-        if not self._consensus.meet([t.body.meets for of in self.all_tasks for t in of.values() if t.body is not None]):
-            self.bodies.give_back()
-        gradients = [(term.node, term.stage) for terms in self.stages.parts for term in terms]
-        for s, of in enumerate(self.all_tasks):
-            own = [x for x, at in gradients if at == s]
-            self.stages.alone.update((kind, s) for kind, task in of.items() if kind in (W, BW) and task.has_alone(own))
+        self._settle(True)
         self._run = StageTasks(self.stages, self.tasks)
         if along.all_here:
             return

@@ -40,12 +40,13 @@ class MemoryLimit:
         return int(self.share * peak) if self.bytes is None else self.bytes
 
 
-def limit(memory: Any, backend: str = "torch") -> MemoryLimit:
+def limit(memory: Any, backend: str = "torch", caller: str = "jit") -> MemoryLimit:
     """What was asked for.
 
     Args:
         memory: as `jit` takes it.
         backend: what computes.
+        caller: who asks; but for `jit` for no share.
 
     >>> limit("60 %"), limit(2048), limit("8 GiB")
     (60 %, 2048 B, 8589934592 B)
@@ -57,14 +58,10 @@ def limit(memory: Any, backend: str = "torch") -> MemoryLimit:
         return MemoryLimit(memory, asked=repr(memory))
     found = _WRITTEN.fullmatch(memory) if isinstance(memory, str) else None
     number = float(found[1]) if found is not None else 0.0
-    if found is not None and found[2] == "%" and number > 0:
+    if found is not None and found[2] == "%" and number > 0 and caller == "jit":
         return MemoryLimit(None, number / 100, repr(memory))
     if found is not None and found[2] in _UNITS and (count := math.floor(number * _UNITS[found[2]])) > 0:
         return MemoryLimit(count, asked=repr(memory))
-    raise TransformError(
-        report(
-            "jit",
-            f"memory={short(memory)} is no amount of memory",
-            fix='bytes, as an int or as memory="8 GiB"; or a share of what the plan needs without it, memory="60 %"',
-        )
-    )
+    share = '; or a share of what the plan needs without it, memory="60 %"' if caller == "jit" else ""
+    what, fix = f"memory={short(memory)} is no amount of memory", f'bytes, as an int or as memory="8 GiB"{share}'
+    raise TransformError(report(caller, what, fix=fix))
