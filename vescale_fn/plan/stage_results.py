@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from .._core.distributed.blocks import Blocks
 from .._core.distributed.places import at_place, nothing
 from .._core.sharding.layout import WHOLE
 from .ir.graph import Step
+from .pipeline_memory import memory_of
 from .staged import Staged
 from .tracing import leaves as leaves_
 
@@ -39,9 +41,8 @@ def recorded(recorder: Any, staged: Staged, given: Sequence[tuple[int | None, An
     meshes = tuple(at_place(along.mesh, ((along.axis, (owner,)),)) for owner in staged.owners)
     run = _Run(staged, [(part, node) for part, node, _ in given], count)
     recorder.read += staged.read
-    return recorder.gives(
-        Step("pipeline", run, effect=True, apart=True, at=meshes), [x for *_, x in given], staged.totals
-    )
+    step = Step("pipeline", run, effect=True, apart=True, at=meshes, holds=lambda: run.holds)
+    return recorder.gives(step, [x for *_, x in given], staged.totals)
 
 
 class _Run:
@@ -49,6 +50,15 @@ class _Run:
 
     def __init__(self, staged: Staged, inputs: Sequence[tuple[int | None, Any]], count: int) -> None:
         self.staged, self.inputs, self.count = staged, inputs, count
+
+    @functools.cached_property
+    def holds(self) -> int:
+        """The most bytes that a process along the axis is predicted to hold besides the inputs: of all of them that which holds
+        most, as plans are to come out alike on all."""
+        staged, players = self.staged, self.staged.along.players
+        memory = memory_of(staged, staged.uses(), staged.schedule.simulate())
+        of_ranks = [peak - held["arguments"] for peak, held in zip(memory.peaks, memory.before, strict=True)]
+        return max(sum(n for n, at in zip(of_ranks, players) if at == player) for player in players)
 
     def __call__(self, values: Sequence[Any]) -> list[torch.Tensor]:
         self.staged.connect()

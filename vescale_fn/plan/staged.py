@@ -126,7 +126,9 @@ class Staged:
         self._note_totals(graph)
         if runs:
             self._make_tasks(gradients > 0)
-            if not within:
+            if within:
+                self._settle(False)
+            else:
                 self._connect()
         recorded.end()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -56,6 +56,7 @@ class Step:
         apart: whether each of its results lies in memory of its own.
         into: the place of a list with an argument for each result, in whose memory that lies, or None.
         at: of each of its results the mesh of the place (`distributed/places`) where it is; () where all ranks have them.
+        holds: gives the most bytes that it holds besides its arguments, its results among them; None: it has these alone.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Step:
     apart: bool = False
     into: int | None = None
     at: tuple[Any, ...] = ()
+    holds: Callable[[], int] | None = field(default=None, compare=False)
 
     @property
     def __name__(self) -> str:

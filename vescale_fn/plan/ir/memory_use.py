@@ -187,7 +187,7 @@ def _at_once(node: fx.Node, live: int, results: int, uses: list[MemoryUse], with
     target: Any = node.target
     if isinstance(target, Loop):
         return _of_loop(node, live, results, within)
-    more = target.needs([*map(_made, uses)]) if uses else _scratch(node)
+    more = target.needs([*map(_made, uses)]) if uses else _scratch(node, results)
     now = live + (int(more * target.at_once(node)) if isinstance(target, Mapped) else more)
     if isinstance(target, (Branches, Shared, Mapped)):  # whose results are those of the body
         return max(live if isinstance(target, Branches) else 0, now - results)
@@ -250,11 +250,14 @@ def _within(known: dict[Any, MemoryUse], body: fx.Graph, dying: tuple[int, ...])
     return known[body, dying]
 
 
-def _scratch(node: fx.Node) -> int:
-    """The bytes that a call takes for itself while it runs, where they are many: flash attention adds up the gradient of the
-    queries in float32 on a GPU, with a number for each row; collectives have values in the order of the ranks."""
+def _scratch(node: fx.Node, results: int) -> int:
+    """The bytes that a call takes for itself while it runs, besides its `results`, where they are many: flash attention adds up
+    the gradient of the queries in float32 on a GPU, with a number for each row; collectives have values in the order of the
+    ranks; a pipeline's step says what it holds."""
     if isinstance(node.target, Collective):
         return in_order_of_ranks(node)
+    if isinstance(node.target, plan.Step) and node.target.holds is not None:
+        return max(0, node.target.holds() - results)
     if not plan.name_of(node).endswith("flash_attention_backward"):
         return 0
     query = plan.value(node.args[1])  # type: ignore[arg-type]
