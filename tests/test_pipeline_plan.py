@@ -233,6 +233,8 @@ def test_cuts_are_within_the_memory_that_there_is() -> None:
             assert max(bound.memory().peaks) < most
             assert bound.stages[0].calls["F"] < free.stages[0].calls["F"]
         specs = piped(memory=f"{most - 1} B").specs(*args)
+        evaluated = vfn.jit(piped(memory=most)).lower(*args).memory()  # without gradients less is held
+        assert 0 < evaluated.peak - evaluated.arguments < most
         assert [pair[0].at for pair in specs].count((("pp", (0,)),)) < 4
         with pytest.raises(vfn.errors.TransformError, match=r"within memory=50000 on each rank") as error:
             piped(memory=50000).specs(*args)

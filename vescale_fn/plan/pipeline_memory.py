@@ -90,7 +90,8 @@ def memory_of(staged: Any, homes: Sequence[Iterable[int]], timeline: Timeline) -
         timeline: when each task runs.
     """
     schedule = staged.schedule
-    order = list(_in_time(schedule.check(blocking=False), timeline))
+    runs_here = set(staged.order)  # without gradients the forward tasks alone
+    order = [one for one in _in_time(schedule.check(blocking=False), timeline) if one[:2] in runs_here]
     of_ranks = [[action for rank, action, *_ in order if rank == at] for at in range(schedule.ranks)]
     posts = [_Post(staged.stages, schedule.placement, rank, of_ranks) for rank in range(schedule.ranks)]
     runs = _runs(staged, homes, posts)
