@@ -224,7 +224,7 @@ def test_cuts_are_within_the_memory_that_there_is() -> None:
     """1F1B's first rank holds more parts than the others: with less memory it has fewer layers. What does not fit says how much
     is missing."""
     args = arguments()
-    with vfn.simulate(2), vfn.use_mesh(vfn.make_mesh((2,), ("pp",))):
+    with vfn.simulate(2), vfn.use_mesh(mesh := vfn.make_mesh((2,), ("pp",))):
         piped = lambda **how: vfn.pipeline(layered, "pp", microbatches=PARTS, **how)
         free = piped().plan(*args)
         most = max(free.memory().peaks)
@@ -233,7 +233,8 @@ def test_cuts_are_within_the_memory_that_there_is() -> None:
             assert max(bound.memory().peaks) < most
             assert bound.stages[0].calls["F"] < free.stages[0].calls["F"]
         specs = piped(memory=f"{most - 1} B").specs(*args)
-        evaluated = vfn.jit(piped(memory=most)).lower(*args).memory()  # without gradients less is held
+        lowered = vfn.jit(piped(memory=most)).lower(*vfn.shard(args, mesh, P()))
+        evaluated = lowered.memory()  # without gradients less is held
         assert 0 < evaluated.peak - evaluated.arguments < most
         assert [pair[0].at for pair in specs].count((("pp", (0,)),)) < 4
         with pytest.raises(vfn.errors.TransformError, match=r"within memory=50000 on each rank") as error:
