@@ -2624,6 +2624,15 @@ def a_choice_with_rules_that_match_nothing(mesh):
 
 
 @misuse
+def a_choice_among_others_than_are_fixed(mesh):
+    """SpecError
+    auto: others['rows'] lies otherwise than fixed=
+      * args[0]: P('dp'), and fixed as P()
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 3}, fixed=P(), others={"rows": P("dp")})
+
+
+@misuse
 def a_choice_with_a_place_to_use_up_that_is_none(mesh):
     """TransformError
     auto: donate_argnums=1, of 1 arguments

@@ -8,6 +8,7 @@ import torch
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn.choice.search.search import NothingFits
 from vescale_fn.recipes import gpt, llama
 
 # so slow that it pays to split what tests can afford
@@ -52,7 +53,7 @@ def test_a_chosen_training_step_computes_what_one_device_does(model, axes) -> No
             torch.testing.assert_close(vfn.unshard(b), a, rtol=1e-9, atol=1e-9)
 
 
-def test_it_is_never_worse_than_layouts_that_are_given() -> None:
+def test_it_is_never_worse_than_layouts_that_are_given(monkeypatch) -> None:
     given = {"megatron": MEGATRON, "whole": (P(), P("dp"))}
     choice = vfn.auto(
         pair, *PAIR, mesh={"dp": 2, "tp": 4}, hardware="h100", candidates=2, others=given, donate_argnums=0
@@ -62,12 +63,21 @@ def test_it_is_never_worse_than_layouts_that_are_given() -> None:
     assert "megatron, as the rules vote" in repr(choice)
     assert "whole, as the rules vote" in repr(choice)
     assert choice.donated == (0,)
-    alone = vfn.auto(pair, *PAIR, mesh={"tp": 8}, fixed=(P(), P()), candidates=1, others={"tp": (MEGATRON[0], P())})
-    assert alone.specs == (MEGATRON[0], P())  # the better one, which nothing was searched for
+
+    def nothing(*args, **how):
+        raise NothingFits("nothing")
+
+    monkeypatch.setattr(sys.modules["vescale_fn.choice.auto"], "searched", nothing)
+    choice = vfn.auto(pair, *PAIR, mesh={"dp": 2, "tp": 4}, others=given)
+    assert choice.specs == (MEGATRON[0], P("dp"))
+    assert choice.layouts.calls == {}
+    assert repr(choice).startswith(
+        "pair on mesh (dp=2, tp=4), 1 node of 8 H100: megatron, as the rules vote: predicted"
+    )
     with vfn.simulate(8):
         small = {"up": S((4096, 16384), torch.float32)}
         with pytest.raises(vfn.errors.SpecError, match="of other arguments"):
-            alone.jit()(small, PAIR[1])
+            choice.jit()(small, PAIR[1])
 
 
 def test_specs_that_are_given_stay_and_choose_the_mesh() -> None:

@@ -16,6 +16,7 @@ from .._core.base.messages import mesh_text, report
 from .._core.base.user_calls import checked_function
 from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.sharding.index_map import axes_of
+from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
 from ..hardware import Hardware
 from ..plan.jit import Jitted
@@ -103,7 +104,7 @@ def auto(
     solve = functools.partial(
         searched, recorded, [axes_of(on) for on in usable], found, fixed=given, candidates=candidates, seconds=seconds
     )
-    rows = _others(recorded, args, others or {}, list(usable), found, budget, donate)
+    rows = _others(recorded, args, others or {}, usable, found, budget, donate)
     ranked = verified(recorded, found, budget, solve, donate=donate, others=rows)
 
     def again(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
@@ -116,22 +117,28 @@ def _others(
     recorded: Recording,
     args: tuple[Any, ...],
     others: Mapping[str, Any],
-    meshes: Sequence[AbstractMesh],
+    meshes: Mapping[AbstractMesh, Mapping[int, P]],
     hardware: Hardware,
     memory: float | None,
     donate: Sequence[int],
 ) -> list[Verified]:
-    """The layouts that were given, each on all meshes on which it fits, priced."""
+    """The layouts that were given, each on all meshes on which it fits, with the specs that are fixed there, priced."""
     found = list[Verified]()
     for name, specs in others.items():
         failure: SpecError | None = None
         rows = list[Verified]()
-        for mesh in meshes:
+        for mesh, fixed in meshes.items():
             try:
                 lie = _inputs(recorded, laid_out(args, specs, mesh, "auto"))
             except SpecError as error:
                 failure = failure or error
                 continue
+            if wrong := [
+                f"{recorded.paths[n]}: {lie[n]!r}, and fixed as {spec!r}"
+                for n, spec in fixed.items()
+                if _normal(lie[n], n, recorded, mesh) != _normal(spec, n, recorded, mesh)
+            ]:
+                raise SpecError(report("auto", f"others[{name!r}] lies otherwise than fixed=", wrong))
             rows.append(stated(recorded, lie, axes_of(mesh), hardware, memory, donate, name))
         if not rows and failure is not None:
             raise failure
@@ -145,3 +152,7 @@ def _inputs(recorded: Recording, laid: Any) -> list[P | None]:
     of = [P() if at is None else getattr(leaves[at], "spec", None) for at in recorded.leaves]
     is_tensor = [isinstance(node.meta.get("val"), torch.Tensor) for node in recorded.placeholders]
     return [spec if tensor else None for spec, tensor in zip(of, is_tensor)]
+
+
+def _normal(spec: P | None, n: int, recorded: Recording, mesh: AbstractMesh) -> P:
+    return normal(spec or P(), axes_of(mesh), recorded.placeholders[n].meta["val"].shape)
