@@ -36,6 +36,7 @@ from vescale_fn.errors import InPlaceError
 from vescale_fn.plan.execution import donation
 from vescale_fn.plan.passes.memory_order import order
 from vescale_fn.plan.passes.overlap import overlap
+from vescale_fn.plan.passes.under_way import under_way
 
 FLOATS, WHOLE = (torch.float64, torch.float32, torch.bfloat16), (torch.int64, torch.bool, torch.int32)
 UNEVEN = [(5, 5), (6, 7), (5, 7), (7, 4), (5,), (7,), (1, 5), (2, 5, 3), (2, 3, 4), (4, 6), (4, 6), (0, 6), ()]
@@ -385,7 +386,7 @@ def _fault_on_ranks(program, processes):
         where = f"{how}mesh {sizes}, {specs}"
         passes = vfn.plan.PASSES
         if rng.random() < 0.4:  # as on GPUs
-            passes = [functools.partial(overlap, on_cpu=True) if p is overlap else p for p in passes]
+            passes = [functools.partial(p, on_cpu=True) if p in (overlap, under_way) else p for p in passes]
         fast = vfn.jit(g, passes=passes, donate_argnums=tuple(range(len(specs))) if how == "donated: " else ())
         given = [[vfn.shard(x.clone(), mesh, p) for x, p in zip(program.arguments(0), specs)] for _ in "12"]
         number = program.arguments(0)[-1]

@@ -24,9 +24,11 @@ from vescale_fn.plan.ir.graph import collectives, name_of
 from vescale_fn.plan.passes.buckets import _flat, _for_each_rank, buckets
 from vescale_fn.plan.passes.merge_axes import axes
 from vescale_fn.plan.passes.overlap import overlap
+from vescale_fn.plan.passes.prefetch import prefetch
 from vescale_fn.plan.passes.reduce_scatter import _place, scatter
 from vescale_fn.plan.passes.residual_sums import residual
 from vescale_fn.plan.passes.slice_draws import draws
+from vescale_fn.plan.passes.under_way import under_way
 
 aten = torch.ops.aten
 
@@ -745,7 +747,9 @@ def _uneven_steps(passes):
 
 
 def test_ranks_with_blocks_of_other_sizes_make_the_same_collectives_in_the_same_order(gloo):
-    for improved in (pipeline.PASSES, (*pipeline.PASSES, functools.partial(overlap, on_cpu=True))):
+    beside = {one: functools.partial(one, on_cpu=True) for one in (overlap, prefetch, under_way)}
+    as_on_gpus = [beside.get(one, one) for one in pipeline.PASSES]
+    for improved in (pipeline.PASSES, (*as_on_gpus, beside[overlap], beside[under_way])):
         told = gloo(4, _uneven_steps, improved)
         assert all(one == told[0] for one in told)
         assert all(told[0])

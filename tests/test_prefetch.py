@@ -17,6 +17,7 @@ from vescale_fn.plan.passes.buckets import buckets
 from vescale_fn.plan.passes.hoist import hoist
 from vescale_fn.plan.passes.overlap import overlap
 from vescale_fn.plan.passes.prefetch import prefetch
+from vescale_fn.plan.passes.under_way import under_way
 
 WIDTH, LENGTH = 6, 3
 
@@ -26,6 +27,7 @@ def as_on_gpus(*left_out, **given):
     ours = {
         overlap: functools.partial(overlap, on_cpu=True),
         prefetch: functools.partial(prefetch, on_cpu=True, **given),
+        under_way: functools.partial(under_way, on_cpu=True),
     }
     return [ours.get(one, one) for one in vfn.plan.PASSES if one not in left_out]
 

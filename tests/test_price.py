@@ -11,7 +11,9 @@ from benchmarks import prices
 from vescale_fn import P
 from vescale_fn.hardware import Hardware, Link, Protocol
 from vescale_fn.plan import PASSES
-from vescale_fn.plan.passes.memory_order import order
+from vescale_fn.plan.passes.overlap import AHEAD
+from vescale_fn.plan.passes.under_way import under_way
+from vescale_fn.recipes import llama
 
 f32, S = torch.float32, vfn.ShapeDtype
 STEP, SLOW = 1e-6, 1e-5
@@ -136,12 +138,35 @@ def test_what_travels_beside_computing_is_not_exposed():
     link = Link(2, (Protocol(0, 0, 1e9),))
     gpu = Hardware("gpu", {"float32": 4e12}, 1e13, 1e-9, 1e9, (link,))
     travel, product = n * n * 2 / 1e9, 2 * n * n * n / 2 / 4e12
-    kept = vfn.jit(step, passes=[one for one in PASSES if one is not order])  # which puts each start next to its wait
-    ask = functools.partial(vfn.price, kept, *[S((n, n), f32)] * 3, specs=P("dp"), mesh={"dp": 2})
+    ask = functools.partial(vfn.price, step, *[S((n, n), f32)] * 3, specs=P("dp"), mesh={"dp": 2})
     price, waited = ask(hardware=gpu), ask(hardware="cpu")
     assert price.communication == pytest.approx(2 * travel)
     assert (price.compute, price.exposed) == pytest.approx((2 * product, 2 * travel - product), rel=0.01)
     assert waited.exposed == pytest.approx(waited.communication)
+    least = vfn.jit(step, passes=[one for one in PASSES if one is not under_way])
+    least = vfn.price(least, *[S((n, n), f32)] * 3, specs=P("dp"), mesh={"dp": 2}, hardware=gpu)
+    assert least.peak < price.peak <= least.peak + AHEAD
+    within = vfn.price(
+        vfn.jit(step, memory=least.peak), *[S((n, n), f32)] * 3, specs=P("dp"), mesh={"dp": 2}, hardware=gpu
+    )
+    assert (within.peak, within.exposed) == (least.peak, least.exposed)
+
+
+def test_what_fsdp_gathers_and_sums_travels_beside_computing_within_a_bound(monkeypatch):
+    """Against the order that needs least memory alone, which waits for gradients where they start."""
+    config = llama.Config(vocab=8192, dim=4096, heads=32, groups=32, hidden=11008, layers=2)
+    monkeypatch.setitem(prices.MODELS, "llama", (llama, config, 64, 1024))
+    mesh = vfn.abstract_mesh((16, 4), ("dp", "tp"))
+    step, shapes, specs, _ = prices.stepped("llama", "fsdp+tp", mesh)
+
+    def ask(passes):
+        run = vfn.jit(step.__wrapped__, passes=passes, donate_argnums=(0, 1))
+        return vfn.price(run, *shapes, specs=specs, mesh=mesh, hardware="h100")
+
+    least, beside = ask([one for one in PASSES if one is not under_way]), ask(PASSES)
+    assert beside.communication == pytest.approx(least.communication)
+    assert beside.exposed < 0.6 * least.exposed
+    assert beside.peak <= least.peak + AHEAD
 
 
 def test_iterations_cost_what_they_would_one_by_one():

@@ -24,6 +24,7 @@ from ..plan.jit import Jitted, jit
 from ..plan.lowered import Lowered
 from ..plan.passes.overlap import overlap
 from ..plan.passes.prefetch import prefetch
+from ..plan.passes.under_way import under_way
 from .price_arguments import equipped, laid_out, meshed
 from .price_report import LinePrice, Price, Traffic
 from .price_streams import PassingTime
@@ -95,7 +96,7 @@ def price(
 
 def _as_on(device: str, passes: Sequence[Pass]) -> list[Pass]:
     """The passes as on devices of this kind: they ask the mesh, which is of CPUs wherever there are no GPUs."""
-    beside = lambda one: device != "cpu" and getattr(one, "func", one) in (overlap, prefetch)
+    beside = lambda one: device != "cpu" and getattr(one, "func", one) in (overlap, prefetch, under_way)
     computing: Any = functools.partial
     return [computing(one, on_cpu=True) if beside(one) else one for one in passes]
 

@@ -27,6 +27,7 @@ from .passes.residual_sums import residual
 from .passes.reuse_memory import reuse
 from .passes.slice_draws import draws
 from .passes.slices_again import sliced
+from .passes.under_way import under_way
 from .passes.views import views
 
 OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
@@ -58,6 +59,7 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
     prefetch,
     order,
     recompute,
+    under_way,
 )
 OF_RANKS: tuple[Pass, ...] = (donate, reuse, in_parts, foreach)  # which look at what ranks hold alike
 PASSES = (*OF_ONE_RANK, *OF_RANKS)

@@ -7,16 +7,18 @@ What it is for is to weigh one plan against another, for which ratios count, not
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from ..._core.distributed.collectives import Collective, group_size
+from ..._core.sharding.index_map import axes_of
 from ...hardware import Hardware, cpu, h100
 from . import graph as plan
 from . import host_copies
-from .collective_nodes import given
+from .collective_nodes import given, size
 from .nested import Nested
 from .work import tensors, work
 
@@ -121,11 +123,18 @@ def seconds(node: fx.Node, of: Rates) -> float:
     return max(of.call, todo.moved / of.bytes, todo.flops / of.flops, todo.drawn / of.draws)
 
 
+def travel(node: fx.Node) -> float:
+    """The seconds that a collective of GPUs is under way, also between nodes."""
+    one: Any = node.target
+    sizes = axes_of(one.mesh)
+    return h100(-(-math.prod(sizes.values()) // 8)).collective(one.kind, size(node), sizes, one.axes)
+
+
 def _sent(node: fx.Node, collective: Collective) -> float:
     """The bytes that a rank sends, by a ring."""
-    size = max(map(plan.nbytes, map(plan.value, given(node))), default=0)
+    taken = max(map(plan.nbytes, map(plan.value, given(node))), default=0)
     ranks = group_size(collective.mesh, collective.axes)
     if collective.kind == "all_gather":
-        return size * (ranks - 1)
+        return taken * (ranks - 1)
     share = (ranks - 1) / ranks
-    return size * (2 * share if collective.kind == "all_reduce" else share)
+    return taken * (2 * share if collective.kind == "all_reduce" else share)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -22,6 +23,7 @@ from .loop_residuals import fewer
 from .memory_order import updated
 from .prefetch import without_prefetch
 from .rematerialize import recompute
+from .under_way import under_way
 
 _ROUNDS = 3  # calls across which values are chosen, one after the other
 _NEAR = 64  # what may be left of a limit: a part of it that is no more than one of so many
@@ -223,9 +225,11 @@ def _top(graph: fx.Graph) -> int:
 
 
 def within(passes: Sequence[plan.Pass], limit: MemoryLimit) -> tuple[plan.Pass, ...]:
-    """The passes of a plan with a limit: `Budget` in the place of `recompute`, or before what writes into memory; and no
-    `hoist`, which takes memory that iterations let go."""
+    """The passes of a plan with a limit: `Budget` in the place of `recompute`, or before what writes into memory; no `hoist`,
+    which takes memory that iterations let go; and nothing under way for which there must be more memory."""
     passes = [one for one in passes if one is not hoist]
+    with_limit: Any = functools.partial
+    passes = [with_limit(one, ahead=0) if getattr(one, "func", one) is under_way else one for one in passes]
     names = [getattr(one, "__name__", "") for one in passes]
     if recompute in passes:
         at, skip = passes.index(recompute), 1
