@@ -58,7 +58,7 @@ class Accountant(TorchDispatchMode):
 def _unseen(func: Any, args: Any) -> int:
     """The bytes that a call takes while it runs and no mode sees: gloo gathers into memory of its own, by a thread of its own,
     as the most that a process has had resident tells."""
-    if str(func) != "c10d.allgather_.default":
+    if str(func) not in ("c10d.allgather_.default", "c10d._allgather_base_.default"):
         return 0
     return sum(x.nbytes for x in pytree.tree_leaves(args[0]) if x.device.type == "cpu")
 

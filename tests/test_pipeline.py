@@ -632,13 +632,13 @@ def test_stages_on_real_ranks(gloo) -> None:
             torch.testing.assert_close(grads, vfn.grad(chain)(matrices(4), X, Y))
 
 
-def test_a_step_behind_one_that_failed_says_so_before_ranks_compare() -> None:
+def test_a_step_behind_one_that_failed_says_so_before_ranks_compare(monkeypatch) -> None:
     """They cannot: the others wait in the step that failed."""
     runs = []
     with vfn.simulate(2):
         params = vfn.shard(matrices(2), mesh := vfn.make_mesh((2,), ("pp",)), P())
         step = vfn.grad(vfn.pipeline(lambda *args: runs.append(args) or chain(*args), "pp", microbatches=PARTS))
-        pipelined._along(mesh, "pp", pipelined._world())._is_running = True
+        monkeypatch.setattr(pipelined._along(mesh, "pp", pipelined._world()), "_is_running", True)
         with pytest.raises(vfn.errors.VfnError, match="an earlier step failed on this rank"):
             step(params, X, Y)
     assert not runs

