@@ -2559,6 +2559,89 @@ def a_price_on_hardware_that_nobody_knows(mesh):
 
 
 @misuse
+def a_choice_for_a_jitted_step(mesh):
+    """TransformError
+    auto: the step is jitted already
+      Instead: the function itself, and choice.jit()
+    """
+    vfn.auto(vfn.jit(torch.sum), SHAPE, mesh={"dp": 4})
+
+
+@misuse
+def a_choice_on_more_ranks_than_there_are(mesh):
+    """HardwareError
+    auto: 1 node of 8 H100 has 8 ranks, and the mesh (dp=16) 16
+      Instead: a preset of more nodes, as in vfn.hardware.h100(nodes=...)
+    """
+    vfn.auto(torch.sum, SHAPE, mesh=[{"dp": 4}, {"dp": 16}], hardware=vfn.hardware.h100())
+
+
+@misuse
+def a_choice_among_no_meshes(mesh):
+    """MeshError
+    auto: mesh= is an empty list
+      Instead: mesh={"dp": 8, "tp": 8}, or vfn.mesh_shapes(64)
+    """
+    vfn.auto(torch.sum, SHAPE, mesh=[])
+
+
+@misuse
+def a_choice_within_no_amount_of_memory(mesh):
+    """TransformError
+    auto: memory='70 gigs' is no amount of memory
+      Instead: bytes, as an int or as memory="70 GiB"; or a share of what a device has, memory="90 %"
+    """
+    vfn.auto(torch.sum, SHAPE, mesh={"dp": 4}, memory="70 gigs")
+
+
+@misuse
+def a_choice_with_specs_for_other_axes(mesh):
+    """SpecError
+    auto: fixed= does not fit on the mesh (dp=4)
+      * args[0] is f32[9,7], its spec P('tp'): axis 'tp' (dim 0) is not an axis of the mesh (dp=4)
+      Instead: the axes of the mesh, each at most once, at most one entry a dim
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 4}, fixed=P("tp"))
+
+
+@misuse
+def a_choice_with_specs_that_do_not_divide(mesh):
+    """SpecError
+    auto: args[0] is given as P('dp'), in which it is not looked for
+      * sizes that do not divide, axes of a dim in another order than the mesh's, and equal layers that lie differently are left out
+      Instead: vfn.price of the whole layout
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 4}, fixed=P("dp"))
+
+
+@misuse
+def a_choice_with_rules_that_match_nothing(mesh):
+    """SpecError
+    auto: rules of fixed[0] match no leaf
+      * 'up$'
+    """
+    vfn.auto(lambda p: p["w"].relu(), {"w": SHAPE}, mesh={"dp": 4}, fixed=([("up$", P("dp"))],))
+
+
+@misuse
+def a_choice_among_others_than_are_fixed(mesh):
+    """SpecError
+    auto: others['rows'] lies otherwise than fixed=
+      * args[0]: P('dp'), and fixed as P()
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 3}, fixed=P(), others={"rows": P("dp")})
+
+
+@misuse
+def a_choice_with_a_place_to_use_up_that_is_none(mesh):
+    """TransformError
+    auto: donate_argnums=1, of 1 arguments
+      * 1 is no position of an argument
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 4}, donate_argnums=1)
+
+
+@misuse
 def a_measurement_of_no_ranks(mesh):
     """MeshError
     hardware.measure: no rank of an abstract mesh is there

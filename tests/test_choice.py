@@ -20,7 +20,7 @@ from vescale_fn.choice.recording import record
 from vescale_fn.choice.rules_text import given, rules_of
 from vescale_fn.choice.search.described import described
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
-from vescale_fn.choice.search.search import search
+from vescale_fn.choice.search.search import NothingFits, search
 from vescale_fn.choice.verified import verified
 
 AXES = {"dp": 2, "tp": 2}
@@ -244,7 +244,7 @@ def choice():
     params = {"blocks": [{"up": shape(1024, 4096), "down": shape(4096, 1024)} for _ in range(2)]}
     recorded = record(trained, params, shape(4096, 1024), shape(4096, 1024), 0.1)
     hardware, mesh = vfn.hardware.h100(1), {"tp": 4}
-    again = lambda given: search(recorded, mesh, hardware, fixed=given, candidates=1)[0]
+    again = lambda on, given: search(recorded, on, hardware, fixed=given, candidates=1)[0]
     solve = functools.partial(search, recorded, mesh, hardware, candidates=2)
     return ChosenLayout(recorded, verified(recorded, hardware, None, solve), hardware, None, again)
 
@@ -288,7 +288,7 @@ def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):
         """Nothing within the budget by its own prediction, then what is too large, then what fits."""
         bounds.append(memory)
         if len(bounds) == 1:
-            raise vfn.errors.VfnError("nothing fits")
+            raise NothingFits("nothing fits")
         return [SimpleNamespace(layouts=whole) if len(bounds) == 2 else split]
 
     found = verified(recorded, hardware, budget, solve)

@@ -169,7 +169,11 @@ def test_it_finds_the_pair_of_megatron_and_the_vocabulary() -> None:
 
 def test_parameters_are_split_where_memory_binds_and_not_where_it_does_not() -> None:
     recording = a_llama(16, 4096)
-    hardware = vfn.hardware.h100()
+    quick = vfn.hardware.h100()
+    slow = replace(quick, links=(replace(quick.links[0], protocols=(Protocol(1e-5, 1e-6, 1e10),)),))
+    hidden = search(recording, {"dp": 8}, quick, candidates=1)[0]  # gathers hide, and each rank updates a part
+    assert placed(recording, hidden, "['blocks'][0]['mlp']['up']") == P("dp")
+    hardware = slow
     free = search(recording, {"dp": 8}, hardware, candidates=1)[0]
     names = [f"['blocks'][0]['{part}']" for part in ("attention']['q", "mlp']['up", "mlp']['down")]
     assert [placed(recording, free, name) for name in names] == [P()] * 3

@@ -57,7 +57,9 @@ from ._core.transforms.vjp import vjp
 from ._core.transforms.vmap import vmap
 from .checkpoint import digest, elastic, export_weights, load, save
 from .checkpoint import export as export
+from .choice.auto import auto
 from .choice.price import price
+from .choice.search.shapes import mesh_shapes
 from .debugging.debug_mode import debug
 from .debugging.needless_moves import needless
 from .debugging.parity import check as check
@@ -98,6 +100,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "associative_scan",
+    "auto",
     "axis_index",
     "axis_size",
     "check_parity",
@@ -139,6 +142,7 @@ __all__ = [
     "load_plan",
     "make_mesh",
     "map",
+    "mesh_shapes",
     "module_function",
     "name",
     "needless",

@@ -25,7 +25,7 @@ from ..plan.ir.graph import calls, changed, output, value
 from ..plan.tracing import ambient
 from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.traced_float import Number
-from .apply_calls import Calls, operands, results
+from .apply_calls import Calls, early_moves, operands, results
 from .recording import Recording
 from .search.layouts import Layouts
 
@@ -87,7 +87,8 @@ def _misfits(recorded: Recording, layouts: Layouts) -> Iterator[str]:
             of += [(f"{node.name} of {x.name}", spec, value(x)) for x, spec in zip(operands(node), call.ins)]
             of += [(node.name, spec, x) for x, spec in zip(results(node), call.outs)]
     for i, (spec, node) in enumerate(zip(layouts.outputs, recorded.results)):
-        of.append((f"output {i}", spec, None if node is None else value(node)))
+        if spec is not None:
+            of.append((f"output {i}", spec, None if node is None else value(node)))
     for what, spec, x in of:
         if isinstance(x, torch.Tensor) and not isinstance(spec, P):
             yield f"{what}: {described(spec)}, not a vfn.P"
@@ -110,6 +111,7 @@ class Applied:
         self._nodes = list(calls(graph))
         self._hot = changed(graph)
         self._ends = _last_uses(self._nodes, output(graph).all_input_nodes)
+        self._early = early_moves(self._nodes, layouts.calls, {*self._hot, *output(graph).all_input_nodes})
 
     @torch_internals.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +197,8 @@ class Applied:
         for node in self._nodes:
             at(node)
             run.hold(node, run.run(node, stated.get(node.name)))
+            if node in self._early:
+                run.move(node, *self._early[node])
             for x in self._ends.get(node, ()):
                 run.forget(x)
         gives: Any = output(self.recorded.graph).args[0]

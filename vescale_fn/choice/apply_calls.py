@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -62,6 +62,31 @@ def filled(a: Any, of: Callable[[fx.Node], Any]) -> Any:
     return {name: filled(x, of) for name, x in a.items()} if isinstance(a, dict) else a
 
 
+def early_moves(
+    nodes: Sequence[fx.Node], stated: Mapping[str, CallLayout], kept: Collection[fx.Node]
+) -> dict[fx.Node, tuple[P, fx.Node]]:
+    """Partial sums that all who read them want in one layout, with it and the first who reads them: they are summed as soon as
+    they are made, as gradients that only the update reads. So what is held is smaller, and the collective has time.
+
+    Args:
+        nodes: the calls.
+        stated: their layouts.
+        kept: nodes that something else reads, or writes.
+    """
+    found = dict[fx.Node, tuple[P, fx.Node]]()
+    for node in nodes:
+        call = stated.get(node.name)
+        if call is None or node in kept or len(call.outs) != 1 or not call.outs[0].unreduced:
+            continue
+        if not all(user.name in stated and is_aten(user) and not written(user) for user in node.users):
+            continue
+        pairs = ((user, zip(operands(user), stated[user.name].ins)) for user in node.users)
+        wanted = {spec: user for user, given in pairs for x, spec in given if x is node}
+        if len(wanted) == 1 and not next(iter(wanted)).unreduced:
+            found[node] = next(iter(wanted.items()))
+    return found
+
+
 class Calls:
     """Carries calls out.
 
@@ -81,6 +106,12 @@ class Calls:
     def hold(self, node: fx.Node, x: Any) -> None:
         """Note what a node gives."""
         self._values[node] = x
+
+    def move(self, node: fx.Node, spec: P, caller: fx.Node) -> None:
+        """Have what a node gave lie in another way from now on."""
+        if is_array(self._values[node]):
+            self._values[node] = self._brought(node, spec, caller)
+            self._moved.pop((node, spec), None)
 
     def given(self, node: fx.Node) -> Any:
         """What a node gave."""

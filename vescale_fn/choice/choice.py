@@ -48,8 +48,9 @@ class ChosenLayout:
         ranked: layouts with the prices of their plans, the best first.
         hardware: that they are priced for.
         budget: the bytes that a rank may need; None: any.
-        again: searches once more with the specs of some placeholders, by number, given: a layout with its ``seconds``,
-            ``compute`` and ``bytes`` as predicted.
+        again: searches once more, on a mesh, with the specs of some placeholders, by number, given: a layout with its
+            ``seconds``, ``compute`` and ``bytes`` as predicted.
+        donated: the arguments by position whose memory a call may use up.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class ChosenLayout:
         ranked: Sequence[Verified],
         hardware: Hardware,
         budget: float | None = None,
-        again: Callable[[dict[int, P]], Any] | None = None,
+        again: Callable[[Mapping[str, int], dict[int, P]], Any] | None = None,
+        donated: Sequence[int] = (),
     ) -> None:
-        self.recorded, self.hardware, self.budget = recorded, hardware, budget
+        self.recorded, self.hardware, self.budget, self.donated = recorded, hardware, budget, tuple(donated)
         self._ranked, self._again = tuple(ranked), again
         self.layouts: Layouts = ranked[0].layouts
 
@@ -89,8 +91,8 @@ class ChosenLayout:
         return applied(self.recorded, self.layouts, mesh)
 
     def jit(self, mesh: Any = None, **how: Any) -> Jitted[..., Any]:
-        """The step in this layout as a plan; `how`: the arguments of `jit`, such as ``donate_argnums=(0, 1)``."""
-        return jit(self.applied(mesh), **how)
+        """The step in this layout as a plan; `how`: the arguments of `jit`. What was donated when it was priced is here too."""
+        return jit(self.applied(mesh), **{"donate_argnums": self.donated, **how})
 
     # --- what it costs ------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class ChosenLayout:
     @property
     def others(self) -> tuple[ChosenLayout, ...]:
         """The next best ones."""
-        of = lambda one: ChosenLayout(self.recorded, [one], self.hardware, self.budget, self._again)
+        of = lambda one: ChosenLayout(self.recorded, [one], self.hardware, self.budget, self._again, self.donated)
         return tuple(map(of, self._ranked[1:]))
 
     def compare(self, *specs: Any, mesh: Mapping[str, int] | None = None, **named: Any) -> Prices:
@@ -123,7 +125,8 @@ class ChosenLayout:
         """
         rows = {**{f"other {i + 1}": one for i, one in enumerate(specs)}, **named}
         on = dict(self.layouts.mesh if mesh is None else mesh)
-        of = lambda one: price(self.recorded.f, *self.recorded.call.args, specs=one, mesh=on, hardware=self.hardware)
+        how = {"mesh": on, "hardware": self.hardware, "donate_argnums": self.donated}
+        of = lambda one: price(self.recorded.f, *self.recorded.call.args, specs=one, **how)
         prices = {name: one if isinstance(one, Price) else of(one) for name, one in rows.items()}
         return replace(self.predicted, name="chosen").compare(**prices)
 
@@ -174,10 +177,10 @@ class ChosenLayout:
             yield "  what else it could be is not known of a choice without its search"
             return
         rows = [(repr(spec), spec) for spec in _ways(x, axes) if spec != normal(chosen, axes, x.shape)]
-        base = self._again(dict.fromkeys(same, chosen))
+        base = self._again(axes, dict.fromkeys(same, chosen))
         for text, spec in rows:
             try:
-                other = self._again(dict.fromkeys(same, spec))
+                other = self._again(axes, dict.fromkeys(same, spec))
             except Exception as error:  # nothing fits, or no rule allows it
                 yield f"  {text}: {str(error).partition(chr(10))[0]}"
                 continue
@@ -215,15 +218,16 @@ class ChosenLayout:
 
     def __repr__(self) -> str:
         best, budget = self.predicted, "" if self.budget is None else f" of {bytes_text(int(self.budget))}"
+        named = f": {self._ranked[0].name}, as the rules vote" if self._ranked[0].name else ""
         head = (
-            f"{self.recorded.name} on {mesh_text(self.layouts.mesh)}, {self.hardware.name}: predicted {_time(best.seconds)} "
-            f"(compute {_time(best.compute)}, exposed communication {_time(best.exposed)}), "
+            f"{self.recorded.name} on {mesh_text(self.layouts.mesh)}, {self.hardware.name}{named}: "
+            f"predicted {_time(best.seconds)} (compute {_time(best.compute)}, exposed communication {_time(best.exposed)}), "
             f"peak {bytes_text(best.peak)}{budget}"
         )
         lines = [head, *(f"  {pattern!r:<32} {spec!r}" for pattern, spec in self.rules())]
         if len(self._ranked) > 1:
             lines += ["the next best:"]
-        for one in self._ranked[1:_SHOWN]:
+        for one in [one for n, one in enumerate(self._ranked) if 0 < n and (n < _SHOWN or one.name)]:
             cost = one.price
             over = "" if one.fits else f", {bytes_text(int(cost.peak - (self.budget or 0)))} too much"
             lines.append(
@@ -234,6 +238,8 @@ class ChosenLayout:
 
     def _why(self, other: Verified) -> str:
         """In what another layout differs."""
+        if other.name:
+            return f"{other.name}, as the rules vote"
         if dict(other.layouts.mesh) != dict(self.layouts.mesh):
             return mesh_text(other.layouts.mesh)
         kinds: dict[tuple[Any, ...], None] = {}

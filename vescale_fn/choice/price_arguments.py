@@ -26,31 +26,31 @@ _PRESETS = {"h100": h100, "a100": a100, "b200": b200}
 _NODE = 8
 
 
-def meshed(mesh: Any, args: tuple[Any, ...]) -> tuple[AbstractMesh, str]:
+def meshed(mesh: Any, args: tuple[Any, ...], where: str = "price") -> tuple[AbstractMesh, str]:
     """The mesh without ranks of the same axes as the one that is given, or that of the arguments, or the current one; and of
     what kind its devices are, "" where nobody knows."""
     arrays = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor) and is_array(x)]
     if mesh is None:
         mesh = whole_mesh(mesh_of(arrays[0])) if arrays else context.current_mesh()
     if mesh is None:
-        raise MeshError(report("price", "there is no mesh", fix='mesh={"dp": 8, "tp": 8}, say: the sizes of its axes'))
+        raise MeshError(report(where, "there is no mesh", fix='mesh={"dp": 8, "tp": 8}, say: the sizes of its axes'))
     if isinstance(mesh, AbstractMesh):
         return mesh, ""
     if isinstance(mesh, Mapping):
         sizes = dict(mesh)
         wrong = [f"{short(name)} has size {short(size)}" for name, size in sizes.items() if type(size) is not int]
         if wrong or not sizes:
-            raise MeshError(report("price", "mesh= names axes with their sizes", wrong, '{"dp": 8, "tp": 8}'))
+            raise MeshError(report(where, "mesh= names axes with their sizes", wrong, '{"dp": 8, "tp": 8}'))
         return abstract_mesh(tuple(sizes.values()), tuple(sizes)), ""
-    sizes = axes_of(context.checked_mesh(mesh, "price"))
+    sizes = axes_of(context.checked_mesh(mesh, where))
     return abstract_mesh(tuple(sizes.values()), tuple(sizes)), mesh.device_type
 
 
-def equipped(hardware: Any, mesh: AbstractMesh, device: str) -> Hardware:
+def equipped(hardware: Any, mesh: AbstractMesh, device: str, where: str = "price") -> Hardware:
     """The hardware that is meant: itself, a preset by its name with nodes for all ranks, or by default what the mesh is of."""
     ranks = math.prod(axes_of(mesh).values())
     if isinstance(hardware, Hardware):
-        hardware.check(axes_of(mesh), "price")
+        hardware.check(axes_of(mesh), where)
         return hardware
     name = ("cpu" if device == "cpu" else "h100") if hardware is None else hardware
     if name == "cpu":
@@ -59,12 +59,10 @@ def equipped(hardware: Any, mesh: AbstractMesh, device: str) -> Hardware:
         return _PRESETS[name](math.ceil(ranks / _NODE))
     known = (*_PRESETS, "cpu")
     what = f"hardware={short(hardware)} is none that is known{meant(hardware, known)}"
-    raise HardwareError(
-        report("price", what, [f"there are {', '.join(known)}"], "vfn.hardware.Hardware(...) for others")
-    )
+    raise HardwareError(report(where, what, [f"there are {', '.join(known)}"], "vfn.hardware.Hardware(...) for others"))
 
 
-def laid_out(args: tuple[Any, ...], specs: Any, mesh: AbstractMesh) -> tuple[Any, ...]:
+def laid_out(args: tuple[Any, ...], specs: Any, mesh: AbstractMesh, where: str = "price") -> tuple[Any, ...]:
     """The arguments as shapes on the mesh.
 
     Args:
@@ -75,20 +73,20 @@ def laid_out(args: tuple[Any, ...], specs: Any, mesh: AbstractMesh) -> tuple[Any
         specs = tuple(None if isinstance(x, int | float | str) else specs for x in args)
     if len(specs) != len(args):
         what = f"specs has {len(specs)} entries for {len(args)} arguments"
-        raise SpecError(report("price", what, fix="one for each, None for those as they are; or one P for all"))
+        raise SpecError(report(where, what, fix="one for each, None for those as they are; or one P for all"))
     failures: list[str] = []
-    found = tuple(_placed(x, spec, mesh, f"args[{i}]", failures) for i, (x, spec) in enumerate(zip(args, specs)))
+    found = tuple(_placed(x, spec, mesh, f"args[{i}]", failures, where) for i, (x, spec) in enumerate(zip(args, specs)))
     if failures:
         fix = "the axes of the mesh, each at most once, at most one entry a dim"
-        raise SpecError(report("price", f"the specs do not fit on the {mesh_text(axes_of(mesh))}", failures, fix))
+        raise SpecError(report(where, f"the specs do not fit on the {mesh_text(axes_of(mesh))}", failures, fix))
     return found
 
 
-def _placed(x: Any, spec: Any, mesh: AbstractMesh, name: str, failures: list[str]) -> Any:
-    leaves, structure = opened(x, "price", name, modules=True)
+def _placed(x: Any, spec: Any, mesh: AbstractMesh, name: str, failures: list[str], where: str) -> Any:
+    leaves, structure = opened(x, where, name, modules=True)
     if spec is not None and are_rules(spec):
         spec = spec_from_rules(x, spec)
-    specs = _of_leaves(spec, tree.unflatten(structure, leaves), name)
+    specs = of_leaves(spec, tree.unflatten(structure, leaves), name, where)
     out = []
     for leaf, one, path in zip(leaves, specs, tree.paths(x, name), strict=True):
         if not isinstance(leaf, torch.Tensor):
@@ -107,10 +105,10 @@ def _placed(x: Any, spec: Any, mesh: AbstractMesh, name: str, failures: list[str
     return tree.unflatten(structure, out) if len(out) == len(leaves) else None
 
 
-def _of_leaves(spec: Any, x: Any, name: str) -> list[Any]:
+def of_leaves(spec: Any, x: Any, name: str, where: str = "price") -> list[Any]:
     """The spec of each leaf; None for what stays as it is."""
     said = tree.map_(lambda one: _AS_IT_IS if one is None else one, spec, is_leaf=lambda one: one is None)
-    found = tree.broadcast(said, x, "price", name.replace("args", "specs"), name)
+    found = tree.broadcast(said, x, where, name.replace("args", "specs"), name)
     return [None if one is _AS_IT_IS else one for one in found]
 
 

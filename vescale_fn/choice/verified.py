@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .._core.base import tree
-from .._core.base.errors import SpecError, TransformError, VfnError
+from .._core.base.errors import SpecError, TransformError
 from .._core.base.messages import report
 from .._core.sharding.spec import P
 from ..hardware import Hardware
@@ -19,6 +19,7 @@ from .apply import applied
 from .price import Price, price
 from .recording import Recording
 from .search.layouts import Layouts
+from .search.search import NothingFits, replaced
 
 _RAISED = 1.35  # times the bound, where the search finds nothing within it
 _NEARLY = 0.02  # of the bound, by which it is lowered at least
@@ -33,12 +34,14 @@ class Verified:
         found: what the search predicted of it: ``seconds``, ``compute``, ``bytes``.
         price: of the plan.
         fits: whether a rank has the memory that it needs.
+        name: of one that was given; "" of what the search found.
     """
 
     layouts: Layouts
     found: Any
     price: Price
     fits: bool
+    name: str = ""
 
 
 def verified(
@@ -48,6 +51,7 @@ def verified(
     solve: Callable[..., Sequence[Any]],
     rounds: int = 5,
     donate: Sequence[int] = (),
+    others: Sequence[Verified] = (),
 ) -> list[Verified]:
     """The layouts of a search, with the prices of their plans, the best first.
 
@@ -62,16 +66,17 @@ def verified(
         solve: the search, of ``memory=`` alone: layouts with predicted ``seconds``.
         rounds: how often it may search.
         donate: the arguments by position whose memory a call may use up.
+        others: layouts with their prices that are ranked beside those of the search.
 
     Raises:
         VfnError: no plan within the memory was found.
     """
     bound, seen, found = memory, set[Any](), list[Verified]()
-    failure: VfnError | None = None
+    failure: NothingFits | None = None
     for _ in range(rounds):
         try:
             new = [one for one in solve(memory=bound) if (key := _key(one.layouts)) not in seen and not seen.add(key)]
-        except VfnError as error:
+        except NothingFits as error:
             failure = failure or error
             if found or bound is None:
                 break
@@ -82,6 +87,7 @@ def verified(
             break
         least = min(one.price.peak for one in found)  # what is found again is not priced again
         bound = min(max(bound - (least - memory), bound * memory / least), (1 - _NEARLY) * bound)
+    found += others
     if not any(one.fits for one in found):
         raise (_does_not_fit(recorded, found, memory) if found or failure is None else failure)
     return ranked(found)
@@ -96,6 +102,23 @@ def ranked(found: Iterable[Verified]) -> list[Verified]:
 
 def _variety(layouts: Layouts) -> int:
     return len(set(layouts.inputs))
+
+
+def stated(
+    recorded: Recording,
+    inputs: Sequence[P | None],
+    mesh: Mapping[str, int],
+    hardware: Hardware,
+    memory: float | None,
+    donate: Sequence[int] = (),
+    name: str = "given",
+) -> Verified:
+    """The layout whose arguments lie so, and whose calls run as the rules vote; what replaces an argument lies as it does."""
+    ends = replaced(recorded)
+    outputs = tuple(inputs[ends[r]] if r in ends else None for r in range(len(recorded.results)))
+    layouts = Layouts(dict(mesh), tuple(inputs), {}, outputs)
+    cost = priced_as(recorded, layouts, hardware, donate)
+    return Verified(layouts, None, cost, memory is None or cost.peak <= memory, name)
 
 
 def _key(layouts: Layouts) -> Any:

@@ -30,7 +30,7 @@ class Layouts:
         inputs: of each placeholder of the recorded graph how it lies; None for what is no tensor.
         calls: of calls, by their nodes' names, how they are carried out; others, and those that write in place or show memory
             that is written, run as the rules vote.
-        outputs: of each leaf of the result how it lies; None for what is no tensor.
+        outputs: of each leaf of the result how it lies; None for what is no tensor, or stays as it comes.
     """
 
     mesh: Mapping[str, int]

@@ -75,6 +75,7 @@ class Group:
         itemsize: the bytes of an element.
         late: whether they read it after the moment when, on one device, most is held.
         credit: seconds of a move that are hidden behind computation, where it can begin early or end late.
+        shown: the part of these seconds that is not hidden after all.
         is_gradient: whether it is read by the update alone, element by element.
     """
 
@@ -85,6 +86,7 @@ class Group:
     itemsize: int
     late: bool = False
     credit: float = 0.0
+    shown: float = _HIDDEN
     is_gradient: bool = False
 
 
@@ -130,7 +132,7 @@ class Program:
         """The seconds of a move of all values of a group."""
         dims = self.sites[group.site].outs[group.part]
         seconds = self.moves(dims.sizes, group.itemsize, before, after).seconds if dims is not None else 0.0
-        return group.count * (max(0.0, seconds - group.credit) + _HIDDEN * min(seconds, group.credit))
+        return group.count * (max(0.0, seconds - group.credit) + group.shown * min(seconds, group.credit))
 
     def seconds(self, chosen: Sequence[int]) -> float:
         """What all takes, with these options."""
@@ -363,22 +365,23 @@ class _Made:
         return seconds
 
     def _credits(self, ties: Mapping[int, int]) -> None:
-        """Parameters are gathered while another layer computes or is updated, and gradients are added up so: each may hide
-        behind its share of a third of the computation, by its bytes."""
+        """Parameters are gathered while another layer computes, and gradients are added up so: each may hide behind its share
+        of a third of the computation, by its bytes. What is gathered after the update hides behind nothing, nor do the first
+        gather and the last sum: of a few parameters that is much."""
         tied = {self.number[self.colour[self.inputs[p]]] for p in ties.values()}
         whole = sum(site.count * min(x.seconds for x in site.options) for site in self.sites)
         bytes_of = lambda site: math.prod(site.outs[0].sizes) * site.of.outs[0].element_size()
         read = {g.site for g in self.groups if g.site in tied and any(e.operand >= 0 for e in g.edges)}
         gradients = self._gradients()
         total = sum(self.sites[n].count * bytes_of(self.sites[n]) for n in read) or 1
+        large = sum(self.sites[n].count for n in read if bytes_of(self.sites[n]) >= total / 100)
         for group in self.groups:
             n = group.site
-            new = any(edge.operand == RESULT for edge in group.edges)
-            if n in read or new or (n, group.part) in gradients:
+            if n in read or (n, group.part) in gradients:
                 dims = self.sites[n].outs[group.part]
                 share = math.prod(dims.sizes) * group.itemsize / total if dims is not None else 0
-                group.credit = whole / 3 * min(share, 1.0)
-                group.is_gradient = n not in read and not new
+                group.credit, group.shown = whole / 3 * min(share, 1.0), _HIDDEN + (1 - _HIDDEN) / max(large, 1)
+                group.is_gradient = n not in read and not any(edge.operand == RESULT for edge in group.edges)
 
     def _gradients(self) -> set[tuple[int, int]]:
         """The values from which the results that replace inputs are computed element by element."""

@@ -17,10 +17,14 @@ from .held import HeldBytes, held
 from .layouts import CallLayout, Layouts
 from .moves import spec_of_dims
 from .program import Program, program
-from .solver import Choices
+from .solver import Choices, OutOfTime
 
 _ROUNDS = 12  # moments at which memory is bounded, one after the other
 _OTHER = 0.01  # of the bytes of the arguments: what the next best layouts place differently at least
+
+
+class NothingFits(VfnError):
+    """No layout needs as little memory as there is."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def search(
         seconds: the most that a solution may take.
 
     Raises:
-        VfnError: nothing fits.
+        NothingFits: in the memory.
+        VfnError: the solver found nothing in the time that it had.
     """
     made = program(recording, mesh, hardware, replaced(recording) if ties is None else ties, fixed)
     return [_found(recording, made, *one) for one in best(made, memory, candidates, seconds)]
@@ -77,19 +82,25 @@ def best(
     """The best choices of a program: options by site, seconds, bytes, and whether the relaxation gave them.
 
     Raises:
-        VfnError: nothing fits.
+        NothingFits: in the memory.
+        VfnError: the solver found nothing in the time that it had.
     """
     choices, holds = Choices(made), held(made)
     found: list[tuple[list[int], float, float, bool]] = []
     while len(found) < candidates:
-        one = _fitting(choices, holds, memory, seconds)
+        try:
+            one = _fitting(choices, holds, memory, seconds)
+        except OutOfTime:
+            if found:
+                break
+            raise
         if one is None:
             break
         found.append(one)
         inputs = _large_inputs(made)
         choices.forbid(one[0], inputs or range(len(made.sites)))
     if not found:
-        raise VfnError(report("auto", *_does_not_fit(made, holds, memory or 0.0, seconds)))
+        raise NothingFits(report("auto", *_does_not_fit(made, holds, memory or 0.0, seconds)))
     return found
 
 

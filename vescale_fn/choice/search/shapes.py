@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..._core.base.errors import MeshError, VfnError
+from ..._core.base.errors import MeshError
 from ..._core.base.messages import report, short
-from .search import FoundLayouts, search
+from .search import FoundLayouts, NothingFits, search
 
 
 def mesh_shapes(ranks: int, nodes: int = 1, names: Sequence[str] = ("dp", "tp")) -> list[dict[str, int]]:
@@ -43,19 +43,24 @@ def searched(
     candidates: int = 6,
     seconds: float = 60.0,
 ) -> list[FoundLayouts]:
-    """The best layouts on any of these meshes, by prediction, the best first; arguments as of `search`.
+    """The best layouts on any of these meshes, by prediction, the best first: that of each mesh, and the best others,
+    `candidates` in all. Arguments as of `search`.
 
     Raises:
-        VfnError: nothing fits on any of them.
+        NothingFits: on any of them.
     """
     found, failures = list[FoundLayouts](), list[str]()
     for mesh in meshes:
         try:
-            found += search(recording, mesh, hardware, memory, fixed, candidates, seconds=seconds)
-        except VfnError as error:
+            on = search(recording, mesh, hardware, memory, fixed, candidates, seconds=seconds)
+        except NothingFits as error:
             failures.append(str(error))
+        else:
+            found += on
     if not found:
-        raise VfnError("\n".join(failures))
-    return sorted(found, key=lambda one: (one.seconds, math.prod(one.layouts.mesh.values()), str(one.layouts.mesh)))[
-        :candidates
-    ]
+        raise NothingFits("\n".join(failures))
+    order = sorted(found, key=lambda one: (one.seconds, math.prod(one.layouts.mesh.values()), str(one.layouts.mesh)))
+    firsts = {str(one.layouts.mesh): one for one in reversed(order)}
+    kept = [one for one in order if one is firsts[str(one.layouts.mesh)]][:candidates]
+    kept += [one for one in order if one not in kept][: candidates - len(kept)]
+    return [one for one in order if any(one is other for other in kept)]

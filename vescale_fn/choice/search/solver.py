@@ -35,6 +35,10 @@ def highs() -> Any:
     return highspy
 
 
+class OutOfTime(VfnError):
+    """The solver found nothing in the time that it had."""
+
+
 class Choices:
     """The integer program: variables in columns.
 
@@ -140,8 +144,11 @@ class Choices:
             kind = np.full(self.integers, int(highs().HighsVarType.kInteger), dtype=np.uint8)
             solver.changeColsIntegrality(self.integers, columns, kind)
             solver.run()
-            if solver.getModelStatus() == kinds.kInfeasible or not solver.getSolution().value_valid:
+            if solver.getModelStatus() == kinds.kInfeasible:
                 return None, float("inf"), False
+            if not np.isfinite(solver.getInfo().objective_function_value) or not solver.getSolution().value_valid:
+                what = f"the solver found no layout in {seconds:g} s"
+                raise OutOfTime(report("auto", what, fix="more time, seconds=; or specs that are given, fixed="))
             x = np.array(solver.getSolution().col_value[: self.integers])
         chosen = [0] * len(self.program.sites)
         for a, b in zip(self.starts, self.starts[1:]):
@@ -166,7 +173,7 @@ class Choices:
         lp.a_matrix_.start_ = np.cumsum([0, *(len(row[0]) for row in self.rows)], dtype=np.int32)
         lp.a_matrix_.index_ = np.array([k for row in self.rows for k in row[0]], dtype=np.int32)
         lp.a_matrix_.value_ = np.array([v for row in self.rows for v in row[1]])
-        solver = h.Highs()
+        solver = h.Highs.__base__()  # without callbacks, whose making prints a banner
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.setOptionValue("time_limit", seconds)

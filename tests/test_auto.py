@@ -1,0 +1,109 @@
+"""`auto`: the layout that it chooses computes what one device does, is never worse than those given, and fits."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+from vescale_fn.choice.search.search import NothingFits
+from vescale_fn.recipes import gpt, llama
+
+# so slow that it pays to split what tests can afford
+SLOW = replace(vfn.hardware.h100(), flops={"float32": 1e6}, bytes=1e6, launch=1e-9)
+S = vfn.ShapeDtype
+
+
+def pair(params, x):
+    grads = vfn.grad(lambda p: ((x @ p["up"]).relu() @ p["down"]).square().mean())(params)
+    return vfn.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+PAIR = {"up": S((4096, 16384), torch.float32), "down": S((16384, 4096), torch.float32)}, S((8192, 4096), torch.float32)
+MEGATRON = {"up": P(None, "tp"), "down": P("tp")}, P("dp")
+
+
+@pytest.mark.parametrize(("model", "axes"), [(gpt, {"tp": 4}), (llama, {"dp": 2, "tp": 2})])
+def test_a_chosen_training_step_computes_what_one_device_does(model, axes) -> None:
+    sizes = {"groups": 2} if model is llama else {"context": 8}
+    config = model.Config(vocab=32, dim=16, heads=4, layers=1, hidden=32, dropout=0.1, **sizes)
+    optimizer = vfn.optim.adamw(1e-2)
+
+    def step(params, state, tokens, key):
+        loss, grads = vfn.value_and_grad(model.loss)(params, tokens, config, key)
+        updates, state = optimizer.update(grads, state, params)
+        return vfn.optim.apply_updates(params, updates), state, loss
+
+    params = model.init(vfn.random.key(0), config, torch.float64)
+    state = optimizer.init(params)
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
+    key = vfn.random.key(1)
+    choice = vfn.auto(step, params, state, tokens, key, mesh=axes, hardware=SLOW, candidates=1)
+    assert {str(spec) for spec in vfn.tree.leaves(choice.specs[0])} != {"P()"}
+    want = step(*step(params, state, tokens, key)[:2], tokens, key)
+    with vfn.simulate(4):
+        mesh = choice.mesh()
+        fast = choice.jit()
+        lie = vfn.shard((params, state, tokens, key), mesh, choice.specs)
+        got = fast(*fast(*lie)[:2], *lie[2:])
+        for a, b in zip(vfn.tree.leaves(want), vfn.tree.leaves(got), strict=True):
+            # gradients of k's bias are 0 but for rounding, of which AdamW makes updates of some 1e-11
+            torch.testing.assert_close(vfn.unshard(b), a, rtol=1e-9, atol=1e-9)
+
+
+def test_it_is_never_worse_than_layouts_that_are_given(monkeypatch) -> None:
+    given = {"megatron": MEGATRON, "whole": (P(), P("dp"))}
+    choice = vfn.auto(
+        pair, *PAIR, mesh={"dp": 2, "tp": 4}, hardware="h100", candidates=2, others=given, donate_argnums=0
+    )
+    prices = [vfn.price(pair, *PAIR, specs=one, mesh={"dp": 2, "tp": 4}, donate_argnums=0) for one in given.values()]
+    assert choice.predicted.seconds <= min(one.seconds for one in prices) * (1 + 1e-9)
+    assert "megatron, as the rules vote" in repr(choice)
+    assert "whole, as the rules vote" in repr(choice)
+    assert choice.donated == (0,)
+
+    def nothing(*args, **how):
+        raise NothingFits("nothing")
+
+    monkeypatch.setattr(sys.modules["vescale_fn.choice.auto"], "searched", nothing)
+    choice = vfn.auto(pair, *PAIR, mesh={"dp": 2, "tp": 4}, others=given)
+    assert choice.specs == (MEGATRON[0], P("dp"))
+    assert choice.layouts.calls == {}
+    assert repr(choice).startswith(
+        "pair on mesh (dp=2, tp=4), 1 node of 8 H100: megatron, as the rules vote: predicted"
+    )
+    with vfn.simulate(8):
+        small = {"up": S((4096, 16384), torch.float32)}
+        with pytest.raises(vfn.errors.SpecError, match="of other arguments"):
+            choice.jit()(small, PAIR[1])
+
+
+def test_specs_that_are_given_stay_and_choose_the_mesh() -> None:
+    meshes = [{"dp": 8}, {"dp": 2, "tp": 4}]
+    fixed = [(r"up$", P(None, "tp"))], None
+    choice = vfn.auto(pair, *PAIR, mesh=meshes, hardware="h100", fixed=fixed, candidates=1)
+    assert choice.layouts.mesh == {"dp": 2, "tp": 4}
+    assert choice.specs[0]["up"] == P(None, "tp")
+    assert "a step (compute" in choice.explain("down")
+    free = vfn.auto(pair, *PAIR, mesh=meshes, hardware="h100", candidates=2)
+    assert {str(one.layouts.mesh) for one in (free, *free.others)} == set(map(str, meshes))
+
+
+def test_the_memory_is_that_of_a_device_where_none_is_given() -> None:
+    small = replace(vfn.hardware.h100(), memory=6e8)
+    choice = vfn.auto(pair, *PAIR, mesh={"tp": 8}, hardware=small, candidates=1, donate_argnums=0)
+    assert choice.predicted.peak <= choice.budget == 6e8
+    share = vfn.auto(pair, *PAIR, mesh={"tp": 8}, hardware=small, memory="95 %", candidates=1, donate_argnums=0)
+    assert share.predicted.peak <= share.budget == 5.7e8
+    with pytest.raises(vfn.errors.VfnError, match="needs? as little as 1.00 MiB"):
+        vfn.auto(pair, *PAIR, mesh={"tp": 8}, memory="1 MiB", candidates=1)
+
+
+def test_without_its_solver_it_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    with pytest.raises(
+        vfn.errors.VfnError, match=r"HiGHS is not installed\n  Instead: pip install 'vescale_fn\[auto\]'"
+    ):
+        vfn.auto(pair, *PAIR, mesh={"tp": 8})

@@ -1,0 +1,158 @@
+"""`auto`: how the arguments and the calls of a step are best laid out, found by a search and checked by the prices of plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._core import torch_internals
+from .._core.base import tree
+from .._core.base.errors import SpecError, TransformError
+from .._core.base.front_door import public
+from .._core.base.messages import mesh_text, report
+from .._core.base.user_calls import checked_function
+from .._core.distributed.abstract_mesh import AbstractMesh
+from .._core.sharding.index_map import axes_of
+from .._core.sharding.placements import normal
+from .._core.sharding.spec import P
+from ..hardware import Hardware
+from ..plan.jit import Jitted
+from .auto_arguments import budgeted, donated, given_specs, on_meshes
+from .choice import ChosenLayout
+from .price_arguments import laid_out
+from .recording import Recording, record
+from .search.search import search
+from .search.shapes import searched
+from .search.solver import highs
+from .verified import Verified, stated, verified
+
+
+@torch_internals.not_compiled
+@public("auto")
+def auto(
+    step: Callable[..., Any],
+    *args: Any,
+    mesh: Any = None,
+    memory: int | str | None = None,
+    hardware: Hardware | str | None = None,
+    fixed: Any = None,
+    others: Mapping[str, Any] | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    candidates: int = 6,
+    seconds: float = 60.0,
+) -> ChosenLayout:
+    """The layout in which a step takes least time, by prediction: how its arguments lie, and how each of its calls is split.
+
+    The step is recorded once, as for one device and without values. Of every call the table of rules says in which ways it may
+    be split; an integer program (HiGHS) picks one for each, so that calls and the collectives between them take least,
+    within the memory. The best few layouts are then recorded on a mesh without ranks, improved by all passes, and priced as
+    `price` does it: the fastest one that fits is the answer. Nothing is allocated, and no other process is needed.
+
+    Args:
+        step: the function.
+        args: its arguments: arrays, tensors, or their shapes (`eval_shape`), and what else it takes. How arrays lie does not
+            count.
+        mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind; or several of them, to choose from, such as
+            ``mesh_shapes(64, nodes=8)``. By default that of the arguments, or the current one.
+        memory: what a rank may need: bytes, ``"70 GiB"``, or ``"90 %"`` of a device's. By default all that a device has.
+        hardware: as for `price`.
+        fixed: specs that are given: a `P` for all arguments; or a tuple with a `P`, a prefix tree, or rules (which need not
+            match all leaves) for each, None for what is free. Meshes on which they do not fit are left out.
+        others: layouts of the arguments by name, each as `specs` of `price`: the step with its arguments laid out so, and its
+            calls as the rules vote, is priced, too, so that the answer is never worse than these.
+        donate_argnums: arguments, by position, whose memory a call may use up; ``choice.jit()`` passes it to `jit`.
+        candidates: how many layouts are priced.
+        seconds: the most that one solution of the integer program may take.
+
+    Returns:
+        A `ChosenLayout`; printing it shows a table. ``choice.specs`` says how the arguments lie, ``choice.rules()`` the same as
+        few rules to paste, ``choice.jit()`` is the step in this layout as a plan.
+
+    Raises:
+        VfnError: no layout fits in the memory; HiGHS is not installed (``pip install 'vescale_fn[auto]'``).
+        SpecError: specs that do not fit. MeshError: no mesh. HardwareError: a mesh of more ranks than the hardware has.
+        TransformError: the step cannot be recorded, or no layout of it can be carried out.
+
+    >>> import torch, vescale_fn as vfn
+    >>> def step(params, x):
+    ...     grads = vfn.grad(lambda p: ((x @ p["up"]).relu() @ p["down"]).float().square().mean())(params)
+    ...     return vfn.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    >>> S = lambda *sizes: vfn.ShapeDtype(sizes, torch.bfloat16)
+    >>> params = {"up": S(8192, 32768), "down": S(32768, 8192)}
+    >>> choice = vfn.auto(step, params, S(2048, 8192), mesh={"tp": 8}, hardware="h100", candidates=2)
+    >>> choice.rules()
+    [('down$', P('tp')), ('up$', P(None, 'tp'))]
+    """
+    checked_function(step, "auto")
+    highs()
+    if isinstance(step, Jitted):
+        raise TransformError(report("auto", "the step is jitted already", fix="the function itself, and choice.jit()"))
+    donate = donated(donate_argnums, len(args))
+    meshes, found = on_meshes(mesh, args, hardware)
+    budget = budgeted(memory, found)
+    recorded = record(step, *args)
+    free = [(on, given_specs(recorded, fixed, on)) for on in meshes]
+    usable = {on: given for on, (given, wrong) in free if not wrong}
+    if not usable:
+        on, (_, wrong) = free[0]
+        what = f"fixed= does not fit on the {mesh_text(axes_of(on))}"
+        raise SpecError(report("auto", what, wrong, "the axes of the mesh, each at most once, at most one entry a dim"))
+    given = next(iter(usable.values()))
+    solve = functools.partial(
+        searched, recorded, [axes_of(on) for on in usable], found, fixed=given, candidates=candidates, seconds=seconds
+    )
+    rows = _others(recorded, args, others or {}, usable, found, budget, donate)
+    ranked = verified(recorded, found, budget, solve, donate=donate, others=rows)
+
+    def again(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
+        return search(recorded, on, found, budget, {**given, **more}, 1, seconds=seconds)[0]
+
+    return ChosenLayout(recorded, ranked, found, budget, again, donate)
+
+
+def _others(
+    recorded: Recording,
+    args: tuple[Any, ...],
+    others: Mapping[str, Any],
+    meshes: Mapping[AbstractMesh, Mapping[int, P]],
+    hardware: Hardware,
+    memory: float | None,
+    donate: Sequence[int],
+) -> list[Verified]:
+    """The layouts that were given, each on all meshes on which it fits, with the specs that are fixed there, priced."""
+    found = list[Verified]()
+    for name, specs in others.items():
+        failure: SpecError | None = None
+        rows = list[Verified]()
+        for mesh, fixed in meshes.items():
+            try:
+                lie = _inputs(recorded, laid_out(args, specs, mesh, "auto"))
+            except SpecError as error:
+                failure = failure or error
+                continue
+            if wrong := [
+                f"{recorded.paths[n]}: {lie[n]!r}, and fixed as {spec!r}"
+                for n, spec in fixed.items()
+                if _normal(lie[n], n, recorded, mesh) != _normal(spec, n, recorded, mesh)
+            ]:
+                raise SpecError(report("auto", f"others[{name!r}] lies otherwise than fixed=", wrong))
+            rows.append(stated(recorded, lie, axes_of(mesh), hardware, memory, donate, name))
+        if not rows and failure is not None:
+            raise failure
+        found += rows
+    return found
+
+
+def _inputs(recorded: Recording, laid: Any) -> list[P | None]:
+    """How each placeholder lies, of arguments on a mesh; constants whole."""
+    leaves = tree.leaves(laid)
+    of = [P() if at is None else getattr(leaves[at], "spec", None) for at in recorded.leaves]
+    is_tensor = [isinstance(node.meta.get("val"), torch.Tensor) for node in recorded.placeholders]
+    return [spec if tensor else None for spec, tensor in zip(of, is_tensor)]
+
+
+def _normal(spec: P | None, n: int, recorded: Recording, mesh: AbstractMesh) -> P:
+    return normal(spec or P(), axes_of(mesh), recorded.placeholders[n].meta["val"].shape)
