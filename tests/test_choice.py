@@ -298,3 +298,11 @@ def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):
     assert bounds[2] == pytest.approx(bounds[1] * budget / found[1].price.peak)
     with pytest.raises(vfn.errors.SpecError, match="no plan of trained that was found needs as little as 1.00 MiB"):
         verified(recorded, hardware, 1 << 20, lambda memory: [split])
+
+
+def test_a_layout_that_cannot_be_carried_out_runs_as_the_rules_vote(choice):
+    best = choice.layouts
+    name = next(name for name, call in best.calls.items() if name.startswith("relu"))
+    wrong = replace(best, calls={**best.calls, name: CallLayout((P("tp"),), (P(None, "tp"),))})
+    (found,) = verified(choice.recorded, choice.hardware, None, lambda memory: [SimpleNamespace(layouts=wrong)])
+    assert (found.layouts.inputs, found.layouts.calls) == (best.inputs, {})

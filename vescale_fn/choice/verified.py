@@ -128,7 +128,10 @@ def _key(layouts: Layouts) -> Any:
 def _priced(
     recorded: Recording, found: Any, hardware: Hardware, memory: float | None, donate: Sequence[int]
 ) -> Verified:
-    cost = priced_as(recorded, found.layouts, hardware, donate)
+    try:
+        cost = priced_as(recorded, found.layouts, hardware, donate)
+    except SpecError:  # a call that its rule does not allow to be split so after all: its arguments may still lie well
+        return stated(recorded, found.layouts.inputs, found.layouts.mesh, hardware, memory, donate, "")
     return Verified(found.layouts, found, cost, memory is None or cost.peak <= memory)
 
 
