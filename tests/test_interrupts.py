@@ -19,6 +19,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.base import context, op_lines, state
 from vescale_fn._core.shard_map import interrupts
+from vescale_fn._core.transforms.kept_values import Keeper
 
 OURS = os.path.dirname(vfn.__file__) + os.sep
 TORCHS = (torch._subclasses.fake_tensor.__file__, torch.utils._python_dispatch.__file__)
@@ -138,10 +139,34 @@ def test_an_interrupt_leaves_nothing_behind(name):
             for at in sorted({*again, *chosen}):
                 where = interrupted(f, at)[-1]
                 assert ambient() == clean, where
+            gc.collect(0)
+            assert ambient() == clean, "a block left late, as Python dropped it"
         finally:
             interrupts.undo(saved)  # what one call leaves is no fault of the tests that follow
         f()
     assert context.body() is None
+
+
+def test_a_block_that_an_interrupt_kept_from_being_left_puts_nothing_back_when_it_is_dropped():
+    with vfn.simulate(2):
+        mesh, saved, clean = vfn.make_mesh((2,), ("a",)), interrupts.before(), ambient()
+        for make in (
+            lambda: context.setting(grad_depth=2),
+            lambda: context.use_mesh(mesh),
+            vfn.strict,
+            vfn.comm_log,
+            Keeper(vfn.remat_policies.nothing_saveable).again,
+        ):
+            with vfn.use_mesh(mesh), context.setting(grad_depth=1, keeper=0), vfn.strict():
+                left = make()
+                left.__enter__()
+                again = interrupts.before()
+                interrupts.undo(saved)
+                del left
+                gc.collect(0)
+                assert ambient() == clean, make
+                interrupts.undo(again)
+            interrupts.undo(saved)
 
 
 def test_an_interrupt_leaves_no_simulation_on():

@@ -167,7 +167,8 @@ def test_a_sum_in_f32_is_rounded_once():
         assert MIXED.apply(total)({}, x).item() == 260  # 259, in bf16
         recorded = vfn.jit(total)
         assert recorded(None, x.bfloat16()).item() == 256
-        with context.summing_in(F32):
+        with context.setting_sums_back():
+            context.sum_in(F32)
             assert recorded(None, x.bfloat16()).item() == 260  # another plan
         assert recorded(None, x.bfloat16()).item() == 256
         assert recorded.cache_info().records == 2

@@ -106,7 +106,9 @@ class Policy:
 
         @functools.wraps(f)
         def run(params: Any, *args: Any, **kwargs: Any) -> Any:
-            with context.summing_in(self.reduce):
+            set_back = context.setting_sums_back()
+            with set_back, set_back:
+                context.sum_in(self.reduce)
                 args, kwargs = _cast((args, kwargs), self.compute)
                 return self.cast_to_output(f(self.cast_to_compute(params), *args, **kwargs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,12 +53,8 @@ def strict() -> Iterator[None]:
     ...             print(str(error).splitlines()[-1])
       Instead: x = vfn.with_sharding(x, P()) before it
     """
-    with (
-        context.Restored(torch_internals.set_ambient, torch_internals.ambient()),
-        context.being_strict(),
-        op_lines.noted(),
-        _Watch(),
-    ):
+    undo = functools.partial(torch_internals.set_ambient, torch_internals.ambient())
+    with context.setting_and_undoing(undo, strict=True), op_lines.noted(), context.UnlessDropped(_Watch()):
         yield
 
 

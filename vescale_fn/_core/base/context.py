@@ -233,25 +233,67 @@ class Restored:
         self._restore(self._value)
 
 
-@contextlib.contextmanager
-def setting(**values: Any) -> Iterator[None]:
+def setting(**values: Any) -> contextlib.AbstractContextManager[None]:
     """Within the block, values of this thread's are these."""
-    now = here.slot.now
+    return setting_and_undoing(lambda: None, **values)
+
+
+@contextlib.contextmanager
+def setting_and_undoing(undo: Callable[[], None], **values: Any) -> Iterator[None]:
+    """The same; ``undo()`` undoes what else the block does.
+
+    A block that an interrupt keeps from being left is ended by `state.put_back`. When Python drops its generator, who knows
+    when, that is left after all: it must not put back what was then.
+    """
+    now, block = here.slot.now, object()
     before = {name: getattr(now, name) for name in values}
-    with Restored(_put, before), Restored(_put, before):
-        _put(values)
+
+    def leave(before: dict[str, Any]) -> None:
+        if block in here.slot.now.blocks:
+            undo()
+            state.put(**before, blocks=tuple(other for other in here.slot.now.blocks if other is not block))
+
+    with Restored(leave, before), Restored(leave, before):
+        state.put(**values, blocks=(*now.blocks, block))
         yield
 
 
-def _put(values: dict[str, Any]) -> None:
-    state.put(**values)
+class UnlessDropped:
+    """What a generator in such a block enters, but does not leave where Python drops it: ``undo()`` does."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        if kind is not GeneratorExit:
+            self._inner.__exit__(kind, *error)
+
+
+class _Used(tuple[Any]):
+    """The mesh of `use_mesh`, and the blocks that have set one."""
+
+    blocks: tuple[object, ...] = ()
+
+
+def _use(mesh: Any, *block: object) -> None:
+    used = _Used((mesh,))
+    used.blocks = (*getattr(state.used_mesh.get(), "blocks", ()), *block)
+    state.used_mesh.set(used)
 
 
 @contextlib.contextmanager
 def _using(mesh: Any) -> Iterator[None]:
-    before = state.used_mesh.get()
-    with Restored(state.used_mesh.set, before), Restored(state.used_mesh.set, before):
-        state.used_mesh.set((mesh,))
+    before, block = state.used_mesh.get(), object()
+
+    def leave(before: tuple[Any] | None) -> None:
+        if block in getattr(state.used_mesh.get(), "blocks", ()):  # see `setting_and_undoing`
+            state.used_mesh.set(before)
+
+    with Restored(leave, before), Restored(leave, before):
+        _use(mesh, block)
         yield
 
 
@@ -290,12 +332,7 @@ def set_mesh(mesh: Any) -> None:
     if state.used_mesh.get() is None:
         state.put(kept_mesh=mesh)
     else:
-        state.used_mesh.set((mesh,))
-
-
-def being_strict() -> contextlib.AbstractContextManager[None]:
-    """Let `is_strict` hold."""
-    return setting(strict=True)
+        _use(mesh)
 
 
 def as_written() -> contextlib.AbstractContextManager[None]:
@@ -402,13 +439,17 @@ def sums_in() -> Any:
     return state.process.sums_in
 
 
-@contextlib.contextmanager
-def summing_in(dtype: Any) -> Iterator[None]:
-    """Make sums over ranks in this dtype; where something is differentiated, until its backward pass is done as well."""
-    before = state.process.sums_in
-    with Restored(_end_sums, before), Restored(_end_sums, before):
-        state.process.sums_in = dtype
-        yield
+def sum_in(dtype: Any) -> None:
+    """Make sums over ranks in this dtype from here on."""
+    state.process.sums_in = dtype
+
+
+def setting_sums_back() -> Restored:
+    """A context that sets that dtype back; where something is differentiated, once its backward pass is done as well.
+
+    No generator's, which Python may leave late: see `setting_and_undoing`.
+    """
+    return Restored(_end_sums, state.process.sums_in)
 
 
 def _end_sums(before: Any) -> None:

@@ -317,7 +317,7 @@ def _run(
     **how: Any,
 ) -> Any:
     """A collective of more than one rank: noted by a recorder, where one is at work, or carried out, a sum in the dtype of
-    `context.summing_in`, where that holds more; a plan is made for one such dtype.
+    `context.sum_in`, where that holds more; a plan is made for one such dtype.
 
     Args:
         how: `later`, `fresh`: see `Communicator.carry_out`.

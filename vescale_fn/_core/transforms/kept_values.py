@@ -9,6 +9,7 @@ the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
-from ..base import op_arguments, source_lines, state
+from ..base import context, op_arguments, source_lines, state
 from ..base.errors import TransformError
 from ..base.messages import report
 from ..distributed.blocks import held, written
@@ -232,13 +233,9 @@ class Keeper:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        before = state.now().keeper
-        state.put(keeper=self)
-        try:
-            with _Watch(self):
-                yield
-        finally:
-            state.put(keeper=before)
+        undo = functools.partial(torch_internals.set_ambient, torch_internals.ambient())
+        with context.setting_and_undoing(undo, keeper=self), context.UnlessDropped(_Watch(self)):
+            yield
 
 
 class _Watch(torch_internals.TorchDispatchMode):
