@@ -7,8 +7,8 @@ all-reduce shows with NVLink SHARP count as sent what switches add); A100s 230 t
 takes 720 (NVIDIA/nccl#1807). Between nodes: a NIC of 400 Gb/s for each device gives 46 to 48 GB/s (NVIDIA/nccl-tests#290), one
 of 200 Gb/s 24 GB/s (NVIDIA/nccl-tests#252).
 
-Latencies are those of NCCL's own model (`src/graph/tuning.cc`): of the quick protocol that sends at most about 40 % of the
-bandwidth (LL128 there), and of the one for many bytes (Simple).
+Latencies are round numbers near those of NCCL's own model (`src/graph/tuning.cc`): of the quick protocol that sends at most
+about 40 % of the bandwidth (LL128 there), and of the one for many bytes (Simple).
 """
 
 from __future__ import annotations
