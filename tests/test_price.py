@@ -197,3 +197,11 @@ def test_prices_side_by_side():
     assert [move.op for move in both[1].needless] == ["all_gather"]
     assert "Instead" in repr(both[1])
     assert "compute" in price._repr_html_()
+
+
+def test_what_gloo_takes_for_itself_counts_on_cpus_alone() -> None:
+    """It gathers into memory of its own."""
+    x = vfn.ShapeDtype((64, 16), torch.float32)
+    gather = lambda x: vfn.with_sharding(x, P())
+    peaks = [vfn.price(gather, x, specs=P("dp"), mesh={"dp": 4}, hardware=on).peak for on in ("cpu", "h100")]
+    assert peaks == [1024 + 2 * 4096, 1024 + 4096]
