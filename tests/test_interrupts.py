@@ -63,8 +63,9 @@ def interrupted(f, at):
 def ambient():
     """Everything that is ambient; a setting that is there as nothing is as one that is not."""
     (thread, *process), torchs = interrupts.before()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     states = {name: value for name, value in vars(thread).items() if value != getattr(state.Thread, name)}
-    return states, process, torchs, op_lines.listeners, "data" in vars(torch.Tensor)
+    return states, process, torchs, hooks, op_lines.listeners, "data" in vars(torch.Tensor)
 
 
 def calls(mesh):
@@ -75,6 +76,7 @@ def calls(mesh):
     # with a collective, which says whose line it is while it runs
     replay = vfn.jit(lambda n: vfn.with_sharding(n.sum(), P()))
     whole = vfn.shard(torch.arange(8), mesh, P("a"))
+    everything = vfn.remat_policies.everything_saveable
     module, params = vfn.module_function(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Dropout(0.1)))
 
     def within(*blocks):
@@ -95,6 +97,7 @@ def calls(mesh):
         "linearize": lambda: vfn.linearize(torch.sin, x)[1](x),
         "jvp": lambda: vfn.jvp(torch.sin, (x,), (x,)),
         "remat": lambda: vfn.grad(vfn.remat(lambda x: (x * x).sum()))(x),
+        "remat by a policy": lambda: vfn.grad(vfn.remat(lambda x: (x * x).sum(), policy=everything))(x),
         "eval_shape": lambda: vfn.eval_shape(torch.sin, x),
         "module": lambda: module(params, x, key=vfn.random.key(0)),
         "check": lambda: vfn.check_parity(lambda x: (x * x).sum(), sharded),
@@ -116,6 +119,7 @@ def calls(mesh):
         "linearize",
         "jvp",
         "remat",
+        "remat by a policy",
         "eval_shape",
         "module",
         "check",
@@ -156,8 +160,10 @@ def test_a_block_that_an_interrupt_kept_from_being_left_puts_nothing_back_when_i
             vfn.strict,
             vfn.comm_log,
             Keeper(vfn.remat_policies.nothing_saveable).again,
+            Keeper(vfn.remat_policies.nothing_saveable).first,
         ):
-            with vfn.use_mesh(mesh), context.setting(grad_depth=1, keeper=0), vfn.strict():
+            hooks = torch.autograd.graph.saved_tensors_hooks(abs, abs)
+            with hooks, vfn.use_mesh(mesh), context.setting(grad_depth=1, keeper=0), vfn.strict():
                 left = make()
                 left.__enter__()
                 again = interrupts.before()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -118,14 +118,11 @@ def ending_at(xs: Iterable[torch.Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-@contextlib.contextmanager
-def keeping_tensors() -> Iterator[None]:
+def keeping_tensors() -> contextlib.AbstractContextManager[Any]:
     """A block in which autograd keeps tensors themselves, and not what hooks from outside make of them (`checkpoint`)."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (x, x._version), _unchanged):
-        yield
+    if saved_tensor_hooks() is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: (x, x._version), _unchanged)
 
 
 def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
@@ -137,6 +134,6 @@ def _unchanged(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
     return x
 
 
-def saved_tensor_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """The functions that pack and unpack what autograd keeps, where there are such."""
+def saved_tensor_hooks() -> Any:
+    """The functions that pack and unpack what autograd keeps, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -134,6 +134,7 @@ _enabling = torch._C.DisableTorchFunction()  # whose end brings back what is now
 _enabling.__enter__()
 _enabling.__exit__(None, None, None)
 _only_lift = torch._C._only_lift_cpu_tensors
+_kept_by = torch._C._autograd._top_saved_tensors_default_hooks  # the innermost hooks that pack what autograd keeps
 
 
 def ambient() -> tuple[Any, ...]:
@@ -141,12 +142,12 @@ def ambient() -> tuple[Any, ...]:
     dispatch = _python_dispatch._get_current_dispatch_mode_stack() if dispatch_modes() else ()
     functions = torch.overrides._get_current_function_mode_stack() if torch._C._len_torch_function_stack() else ()
     settings = torch.is_grad_enabled(), _only_lift(), torch.get_default_dtype(), torch.is_autocast_cache_enabled()
-    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled()
+    return dispatch, functions, _functorch_depth(), settings, torch._C._is_torch_function_enabled(), _kept_by(True)
 
 
 def set_ambient(saved: tuple[Any, ...]) -> None:
     """Put back what `ambient` has found."""
-    dispatch, functions, depth, settings, seen = saved
+    dispatch, functions, depth, settings, seen, hooks = saved
     if seen and not torch._C._is_torch_function_enabled():
         _enabling.__exit__(None, None, None)
     now = ambient()
@@ -174,6 +175,14 @@ def set_ambient(saved: tuple[Any, ...]) -> None:
         torch.set_autocast_cache_enabled(cache)
         if lift != now[3][1]:
             torch._C._set_only_lift_cpu_tensors(lift)
+    _put_back_hooks(hooks)
+
+
+def _put_back_hooks(hooks: tuple[Any, Any] | None) -> None:
+    while (left := _kept_by(True)) is not None and left != hooks:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if hooks is not None and left is None:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 def settle(for_good: bool = False) -> None:

@@ -213,7 +213,7 @@ class Keeper:
             self.asked |= self._uncounted(lambda: self._sources(x))
             return pack(x)
 
-        with torch.autograd.graph.saved_tensors_hooks(packed, unpack), self._watching():
+        with self._watching(torch.autograd.graph.saved_tensors_hooks(packed, unpack)):
             yield
         if torch_internals.recorder() is None:  # which leaves out of the plan what nobody asks for
             for i, step in enumerate(self.steps):
@@ -232,9 +232,11 @@ class Keeper:
             self.at, self.busy = before
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, *blocks: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
         undo = functools.partial(torch_internals.set_ambient, torch_internals.ambient())
-        with context.setting_and_undoing(undo, keeper=self), context.UnlessDropped(_Watch(self)):
+        with context.setting_and_undoing(undo, keeper=self), contextlib.ExitStack() as entered:
+            for block in (*blocks, _Watch(self)):
+                entered.enter_context(context.UnlessDropped(block))
             yield
 
 
