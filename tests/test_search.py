@@ -18,6 +18,7 @@ from vescale_fn.choice.search.held import held
 from vescale_fn.choice.search.program import program
 from vescale_fn.choice.search.search import best, replaced, search
 from vescale_fn.choice.search.shapes import mesh_shapes, searched
+from vescale_fn.choice.search.structure import structure
 from vescale_fn.hardware.links import Protocol
 from vescale_fn.recipes import llama
 
@@ -116,7 +117,7 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
     two = len([*recording.graph.nodes]) < 9
     axes = rng.choice([{"a": 4}, {"a": 2, "b": 2}, {"a": 8, "b": 2}] if two else [{"a": 2}, {"a": 4}])
     ties = replaced(recording) if rng.random() < 0.5 else {}
-    made = program(recording, axes, vfn.hardware.h100(2), ties)
+    made = program(structure(recording, ties), axes, vfn.hardware.h100(2))
     ((_, seconds, peak, _),) = best(made, None)
     assert brute_force(made, seconds - CLOSE, None) is None
     memory = peak * rng.choice((0.98, 0.9, 0.7))

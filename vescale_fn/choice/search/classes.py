@@ -33,18 +33,28 @@ def tied_names(inputs: Sequence[tuple[str, Any]]) -> list[str]:
     for name, kind in inputs:
         for number in _NUMBER.finditer(name):
             layers[name[: number.start()]][number[0]][name[number.end() :]] = kind
+    words = {before: _words(of) for before, of in layers.items()}
     found = []
     for name, _ in inputs:
         new = name
         for number in _NUMBER.finditer(name):
-            of = layers[name[: number.start()]]
-            mine = of[number[0]]
-            if len(mine) >= _LEAVES and sum(other == mine for other in of.values()) >= _LAYERS:
-                alike = min(int(i) for i, other in of.items() if other == mine)
-                word = "*" if all(other == mine for other in of.values()) else f"*{alike}"
+            if (word := words[name[: number.start()]].get(number[0])) is not None:
                 new = name[: number.start()] + word + name[number.end() :]
                 break
         found.append(new)
+    return found
+
+
+def _words(of: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """What stands for the numbers of layers with equal leaves."""
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for number, leaves in of.items():
+        alike[frozenset(leaves.items())].append(number)
+    found: dict[str, str] = {}
+    for leaves, numbers in alike.items():
+        if len(leaves) >= _LEAVES and len(numbers) >= _LAYERS:
+            word = "*" if len(alike) == 1 else f"*{min(map(int, numbers))}"
+            found.update(dict.fromkeys(numbers, word))
     return found
 
 

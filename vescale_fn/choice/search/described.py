@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -107,8 +107,20 @@ def _described(node: fx.Node) -> Described:
     value = plan.value(node)
     outs = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     outs = tuple(out if isinstance(out, torch.Tensor) else None for out in outs)
-    given = [x for x in _flat((node.args, node.kwargs)) if isinstance(x, fx.Node)]
+    given = list[fx.Node]()
+    _add_nodes(node.args, given)
+    _add_nodes(node.kwargs.values(), given)
     return Described(node, tuple(source(x) for x in given if isinstance(plan.value(x), torch.Tensor)), outs)
+
+
+def _add_nodes(args: Iterable[Any], found: list[fx.Node]) -> None:
+    for x in args:
+        if isinstance(x, fx.Node):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            _add_nodes(x, found)
+        elif isinstance(x, dict):
+            _add_nodes(x.values(), found)
 
 
 def _flat(x: Any) -> Iterator[Any]:

@@ -7,7 +7,8 @@ it lies in one way, and moves where something else reads it. That leaves some ch
 from __future__ import annotations
 
 from .options import PARTIAL, Layout
-from .program import RESULT, Edge, Group, Program
+from .program import Group, Program
+from .structure import RESULT, Edge
 
 Row = dict[int, int]  # of sites, by number, the number of an option
 LARGE = 100  # sites from which on they are fused

@@ -117,12 +117,12 @@ class HeldBytes:
 def held(program: Program) -> HeldBytes:
     """What is held by the choices of a program."""
     found = HeldBytes(program)
-    for key, spans in program.spans.items():
-        found.values[key] = _live(spans, program.length)
+    for key, spans in program.step.spans.items():
+        found.values[key] = _live(spans, len(program.step.calls))
     for n, group in enumerate(program.groups):
-        if spans := program.uses.get((group.site, group.part, group.late)):
+        if spans := program.step.uses.get((group.site, group.part, group.late)):
             if (group.site, group.part) not in found.early:
-                found.copies[n] = _live(spans, program.length)
+                found.copies[n] = _live(spans, len(program.step.calls))
     return found
 
 

@@ -16,8 +16,10 @@ from .described import source
 from .held import HeldBytes, held
 from .layouts import CallLayout, Layouts
 from .moves import spec_of_dims
+from .options import Layout
 from .program import Program, program
 from .solver import Choices, OutOfTime
+from .structure import structure
 
 _ROUNDS = 12  # moments at which memory is bounded, one after the other
 _OTHER = 0.01  # of the bytes of the arguments: what the next best layouts place differently at least
@@ -72,7 +74,8 @@ def search(
         NothingFits: in the memory.
         VfnError: the solver found nothing in the time that it had.
     """
-    made = program(recording, mesh, hardware, replaced(recording) if ties is None else ties, fixed)
+    step = structure(recording, replaced(recording) if ties is None else ties)
+    made = program(step, mesh, hardware, fixed)
     return [_found(recording, made, *one) for one in best(made, memory, candidates, seconds)]
 
 
@@ -185,35 +188,49 @@ def _found(
 
 def layouts_of(recording: Any, made: Program, chosen: Sequence[int]) -> Layouts:
     """The layouts that options mean."""
-    axes = made.moves.axes
+    axes, step = made.moves.axes, made.step
     calls, lies, inputs = dict[str, CallLayout](), dict[Any, Any](), dict[Any, Any]()
-    named = lambda d, layout: spec_of_dims(d.sizes, d.dims, layout, axes)
-    for x in made.calls:
-        ins, outs = made.dims[made.classes[x.node]]
-        view = made.through.get(made.classes[x.node])
-        before = [lies[y] for y in x.operands]
-        if view is not None:
-            gives = [tuple(view.index(k) if k >= 0 else k for k in before[0])]
-        else:
-            option = made.sites[made.members[x.node]].options[chosen[made.members[x.node]]]
-            before = [old if new is None else new for old, new in zip(before, option.ins)]
-            gives = list(option.outs)
+    known: dict[
+        Any, tuple[CallLayout, list[Layout]]
+    ] = {}  # by class, and how the operands lie: as few as there are layers
+    for x in step.calls:
+        n = step.classes[x.node]
+        key = n, *(lies[y] for y in x.operands)
+        if key not in known:
+            known[key] = _lying(made, chosen, n, [*key[1:]])
+        call, gives = known[key]
         lies.update({(x.node, part): layout for part, layout in enumerate(gives)})
-        specs = [named(d, layout) for d, layout in zip(outs, gives, strict=True) if d is not None]
         if x.is_input:
-            inputs[x.node] = specs[0] if specs else None
+            inputs[x.node] = call.outs[0] if call.outs else None
         else:
-            calls[x.node.name] = CallLayout(tuple(map(named, ins, before)), tuple(specs))
+            calls[x.node.name] = call
     outputs = list[Any]()
-    given = recording.placeholders
     for r, node in enumerate(recording.results):
-        if r in made.ties:
-            outputs.append(inputs[given[made.ties[r]]])
-        elif r in made.result_sites:
+        if r in step.ties:
+            outputs.append(inputs[step.inputs[step.ties[r]]])
+        elif r in step.result_sites:
             node, part = source(node)
-            site = made.sites[made.result_sites[r]]
-            dims = made.dims[made.classes[node]][1][part]
-            outputs.append(named(dims, site.options[chosen[site.number]].ins[0]))
+            site = made.sites[step.result_sites[r]]
+            dims = step.dims[step.classes[node]][1][part]
+            lie = site.options[chosen[site.number]].ins[0]
+            assert dims is not None
+            assert lie is not None
+            outputs.append(spec_of_dims(dims.sizes, dims.dims, lie, axes))
         else:
             outputs.append(None)
-    return Layouts(dict(axes), tuple(inputs[node] for node in given), calls, tuple(outputs))
+    return Layouts(dict(axes), tuple(inputs[node] for node in step.inputs), calls, tuple(outputs))
+
+
+def _lying(made: Program, chosen: Sequence[int], n: int, before: list[Any]) -> tuple[CallLayout, list[Layout]]:
+    """The layout of a call of a class whose operands lie so, and of the atoms of what it gives."""
+    named = lambda d, layout: spec_of_dims(d.sizes, d.dims, layout, made.moves.axes)
+    ins, outs = made.step.dims[n]
+    if (view := made.step.through.get(n)) is not None:
+        gives: list[Layout] = [tuple(view.index(k) if k >= 0 else k for k in before[0])]
+    else:
+        number = made.step.number[n]
+        option = made.sites[number].options[chosen[number]]
+        before = [old if new is None else new for old, new in zip(before, option.ins)]
+        gives = list(option.outs)
+    specs = [named(d, layout) for d, layout in zip(outs, gives, strict=True) if d is not None]
+    return CallLayout(tuple(map(named, ins, before)), tuple(specs)), gives

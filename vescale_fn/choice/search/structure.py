@@ -1,0 +1,285 @@
+"""What is the same on all meshes of a recorded step: which calls choose together, and what reads what.
+
+All that takes time with every call is done here, once for a recording. What a mesh adds takes time with every class of calls:
+a step of 80 equal layers has no more of them than one of 8.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...plan.ir import graph as plan
+from .atoms import Atoms
+from .classes import classes
+from .described import Described, described, source
+from .options import Dims, dims_of
+
+RESULT = -1  # the operand of an input that a result replaces: it lies as the input does
+Span = tuple[int, int]
+Root = tuple[Any, int, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An operand of a site, read from a value.
+
+    Attributes:
+        site, operand: who reads it.
+        atoms: of each atom of the operand the number of that of the value.
+    """
+
+    site: int
+    operand: int
+    atoms: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """Those who read the values of a site in one part of the step.
+
+    Attributes:
+        site, part: what makes the values.
+        late: whether they read them after the moment when, on one device, most is held.
+        edges: who reads them.
+        count: how many values there are.
+        itemsize: the bytes of an element.
+    """
+
+    site: int
+    part: int
+    late: bool
+    edges: tuple[Edge, ...]
+    count: int
+    itemsize: int
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The calls of a recorded step, and who reads what.
+
+    Attributes:
+        calls: the inputs and calls, in order.
+        paths, inputs: of the inputs, their names and nodes.
+        atoms: of the dims of all classes.
+        reps: one call of each class.
+        counts: how many there are of each class.
+        classes: of each node the number of its class.
+        dims: of each class, of its operands and results.
+        through: of each class of renaming views, of each atom of the result that of what is viewed.
+        number: of each other class the number of its site.
+        loose: of results that replace no input the sizes of the atoms; their sites come after the others.
+        readers: of all values.
+        spans: of (site, result) from when to when each of its values is held.
+        uses: of (site, result, late) the moments of the first and the last call that reads each of its values.
+        ties: of results, by number, the input that each replaces.
+        result_sites: of other results the number of the site.
+        gradients: the (site, result) from which the results that replace inputs are computed element by element.
+    """
+
+    calls: Sequence[Described]
+    paths: Sequence[str]
+    inputs: Sequence[Any]
+    atoms: Atoms
+    reps: Sequence[Described]
+    counts: Sequence[int]
+    classes: Mapping[Any, int]
+    dims: Mapping[int, tuple[list[Dims], list[Dims | None]]]
+    through: Mapping[int, tuple[int, ...]]
+    number: Mapping[int, int]
+    loose: Sequence[tuple[int, ...]]
+    readers: Sequence[Readers]
+    spans: Mapping[tuple[int, int], list[Span]]
+    uses: Mapping[tuple[int, int, bool], list[Span]]
+    ties: Mapping[int, int]
+    result_sites: Mapping[int, int]
+    gradients: set[tuple[int, int]]
+
+    def site_of(self, node: Any) -> int:
+        """The number of the site of a node that is no renaming view."""
+        return self.number[self.classes[node]]
+
+
+def structure(recording: Any, ties: Mapping[int, int]) -> Structure:
+    """The structure of a recorded step.
+
+    Args:
+        recording: of the step.
+        ties: of results, by number, the number of the input that each replaces, as which it lies.
+    """
+    return _Read(recording, ties).structure
+
+
+class _Read:
+    def __init__(self, recording: Any, ties: Mapping[int, int]) -> None:
+        self.calls, self.inputs = described(recording.graph), recording.placeholders
+        self.by_node = {x.node: x for x in self.calls}
+        self.place = {x.node: i for i, x in enumerate(self.calls)}
+        self._classes(recording.paths)
+        self._dims()
+        self.moments: dict[tuple[Any, int], tuple[list[int], list[int]]] = {}  # of reads: early ones, late ones
+        self.turn = self._turn(recording, ties)
+        found = self._readers(recording, ties)
+        self.structure = Structure(
+            self.calls,
+            recording.paths,
+            self.inputs,
+            self.atoms,
+            self.reps,
+            self.counts,
+            self.colour,
+            self.dims,
+            self.through,
+            self.number,
+            self.loose,
+            found,
+            *self._spans(),
+            ties,
+            self.result_sites,
+            self._gradients(),
+        )
+
+    def _classes(self, paths: Sequence[str]) -> None:
+        dense: dict[int, int] = {}
+        self.colour: dict[Any, int] = {}
+        self.reps = list[Described]()
+        self.counts = list[int]()
+        for x, c in zip(self.calls, classes(self.calls, paths)):
+            n = dense.setdefault(c, len(dense))
+            if n == len(self.reps):
+                self.reps.append(x)
+                self.counts.append(0)
+            self.counts[n] += 1
+            self.colour[x.node] = n
+
+    def _dims(self) -> None:
+        colour = self.colour
+        links = {(colour[y], part, colour[x.node], i) for x in self.calls for i, (y, part) in enumerate(x.operands)}
+        self.atoms = Atoms(self.reps, sorted(links))
+        self.dims = {n: dims_of(n, rep, self.atoms) for n, rep in enumerate(self.reps)}
+        self.through, self.number = dict[int, tuple[int, ...]](), dict[int, int]()
+        for n, rep in enumerate(self.reps):
+            if rep.only_renames and (found := _renamed(*self.dims[n])) is not None:
+                self.through[n] = found
+            else:
+                self.number[n] = len(self.number)
+        self.roots: dict[Any, Root] = {}
+        for x in self.calls:
+            if (step := self.through.get(colour[x.node])) is not None:
+                node, part, atoms = self._root(*x.operands[0])
+                self.roots[x.node] = node, part, step if atoms is None else tuple(atoms[k] for k in step)
+
+    def _root(self, node: Any, part: int) -> Root:
+        """What makes a value, seen through views that only rename; and its atoms, None for as they are."""
+        return self.roots.get(node) or (node, part, None)
+
+    def _turn(self, recording: Any, ties: Mapping[int, int]) -> int:
+        """Where the backward pass begins: behind the loss, the first number of the results that replace no input."""
+        numbers = [made for r, made in enumerate(recording.results) if made is not None and r not in ties]
+        is_loss = lambda x: isinstance(x, torch.Tensor) and not x.ndim and x.is_floating_point()
+        roots = [source(x)[0] for x in numbers if is_loss(plan.value(x))]
+        return min((self.place[x] for x in roots if not self.by_node[x].is_input), default=len(self.calls))
+
+    def _readers(self, recording: Any, ties: Mapping[int, int]) -> list[Readers]:
+        counts: Counter[Any] = Counter()
+        for when, x in enumerate(self.calls):
+            if (n := self.number.get(self.colour[x.node])) is not None:
+                for i, (y, part) in enumerate(x.operands):
+                    self._count(counts, n, i, y, part, when)
+        self._results(recording, ties, counts)
+        groups: dict[Any, tuple[dict[Edge, None], list[int]]] = defaultdict(lambda: ({}, []))
+        for (u, part, late, *edge), count in counts.items():
+            edges, many = groups[u, part, late]
+            edges[Edge(*edge)] = None
+            many.append(count)
+        made_by = {number: self.reps[n] for n, number in self.number.items()}
+        size = lambda u, part: made_by[u].outs[part].element_size()  # type: ignore[union-attr]
+        return [
+            Readers(u, part, late, tuple(edges), max(many), size(u, part))
+            for (u, part, late), (edges, many) in groups.items()
+        ]
+
+    def _results(self, recording: Any, ties: Mapping[int, int], counts: Counter[Any]) -> None:
+        self.result_sites, self.loose = dict[int, int](), list[tuple[int, ...]]()
+        self.tied_roots = list[tuple[Any, int]]()
+        for r, made in enumerate(recording.results):
+            if made is None or not isinstance(plan.value(made), torch.Tensor):
+                continue
+            node, part, atoms = self._root(*source(made))
+            if r in ties:
+                to = self.number[self.colour[self.inputs[ties[r]]]], RESULT
+                self.tied_roots.append((node, part))
+            else:
+                to = len(self.number) + len(self.loose), 0
+                self.result_sites[r] = to[0]
+                sizes = self._sizes(node, part)
+                self.loose.append(sizes if atoms is None else tuple(sizes[k] for k in atoms))
+            self._count(counts, *to, *source(made), len(self.calls) - 1)
+
+    def _sizes(self, node: Any, part: int) -> tuple[int, ...]:
+        dims = self.dims[self.colour[node]][1][part]
+        assert dims is not None
+        return dims.sizes
+
+    def _count(self, counts: Counter[Any], n: int, operand: int, y: Any, part: int, when: int) -> None:
+        node, part, atoms = self._root(y, part)
+        late = when > self.turn
+        self.moments.setdefault((node, part), ([], []))[late].append(when)
+        colour = self.colour[node]
+        dims = self.dims[colour][1][part]
+        if dims is not None:
+            if atoms is None:
+                atoms = tuple(range(len(dims.sizes)))
+            counts[self.number[colour], part, late, n, operand, atoms] += 1
+
+    def _spans(self) -> tuple[Any, Any]:
+        """From when to when values are held, and read."""
+        spans, uses = defaultdict[Any, Any](list), defaultdict[Any, Any](list)
+        replaced, end = set(self.tied_roots), len(self.calls) - 1
+        views = [rep.is_view for rep in self.reps]
+        for at, x in enumerate(self.calls):
+            colour = self.colour[x.node]
+            if (n := self.number.get(colour)) is None or views[colour]:
+                continue
+            for part, out in enumerate(x.outs):
+                read = self.moments.get((x.node, part), ([], []))
+                for late in (False, True):  # in order, as calls are
+                    if mine := read[late]:
+                        uses[n, part, late].append((mine[0], mine[-1]))
+                if out is None:
+                    continue
+                if x.is_input:
+                    spans[n, part].append((0, end))
+                elif (x.node, part) not in replaced:
+                    spans[n, part].append((at, max(at, *read[0][-1:], *read[1][-1:])))
+        return spans, uses
+
+    def _gradients(self) -> set[tuple[int, int]]:
+        """The values from which the results that replace inputs are computed element by element."""
+        todo, seen, found = list(self.tied_roots), set[Any](), set[tuple[int, int]]()
+        elementwise = [rep.is_elementwise for rep in self.reps]
+        while todo:
+            node, part = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            x = self.by_node[node]
+            if elementwise[self.colour[node]]:
+                todo += [self._root(*y)[:2] for y in x.operands]
+            elif not x.is_input:
+                found.add((self.number[self.colour[node]], part))
+        return found
+
+
+def _renamed(ins: Sequence[Dims], outs: Sequence[Dims | None]) -> tuple[int, ...] | None:
+    """Of each atom of a view's result that of what it views; None where they are not the same ones."""
+    (inner, *_), (outer, *_) = ins, outs
+    if outer is None or None in inner.labels or sorted(map(repr, inner.labels)) != sorted(map(repr, outer.labels)):
+        return None
+    found = tuple(inner.labels.index(x) for x in outer.labels)
+    same = all(inner.sizes[k] == size for k, size in zip(found, outer.sizes))
+    return found if same and len(set(found)) == len(inner.sizes) else None
