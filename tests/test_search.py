@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 import torch
 import whole
+from programs import PROGRAMS
 
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.arrays.shapes import ShapeDtype
+from vescale_fn._core.arrays.stated_layout import stated
+from vescale_fn._core.sharding.placements import normal
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.recording import record
+from vescale_fn.choice.search import options
 from vescale_fn.choice.search.held import held
+from vescale_fn.choice.search.moves import spec_of_dims
 from vescale_fn.choice.search.program import program
 from vescale_fn.choice.search.search import best, replaced, search
 from vescale_fn.choice.search.shapes import mesh_shapes, searched
@@ -24,6 +29,7 @@ from vescale_fn.recipes import llama
 
 SIZES = 32, 64, 96, 128, 4096
 CLOSE = 1e-11  # seconds, of programs of some 1e-5: what the solver's tolerance, and the order of equal ones, may weigh
+RECORDED = {*PROGRAMS} - {"control_flow", "indexing", "losses", "scattering"}  # the others depend on values
 
 
 def shape(*sizes: int, dtype: torch.dtype = torch.float32) -> ShapeDtype:
@@ -59,7 +65,7 @@ def random_step(rng: random.Random):
         if fits:
             j = rng.choice(fits)
             calls.append((kind, i, j))
-            new = {"mm": (a[0], shapes[j][-1] if shapes[j] else 0), "t": a[::-1], "sum": a[1:], "view": (math.prod(a),)}
+            new = {"mm": (*a[:1], *shapes[j][-1:]), "t": a[::-1], "sum": a[1:], "view": (math.prod(a),)}
             shapes.append(new.get(kind, a))
 
     def step(*xs):
@@ -129,6 +135,34 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
         assert peak <= memory
         assert seconds == pytest.approx(made.seconds(chosen), rel=1e-12)
         assert brute_force(made, seconds - CLOSE, memory) is None
+
+
+@pytest.mark.parametrize("name", sorted({*RECORDED, "zeros"}) if whole.WHOLE else ("shapes", "zeros"))
+def test_what_is_offered_can_be_carried_out(name: str) -> None:
+    """Every option of every call, and every way in which a view passes on how what it views lies, is one that the call's rule
+    allows."""
+    one, axes = PROGRAMS.get(name), {"a": 2, "b": 2}
+    if one is not None:
+        recording = record(lambda params, data: one.f(params, data, None, None), *one.inputs())
+    else:
+        recording = record(lambda a: torch.zeros_like(a) + a, shape(4, 4))
+    made = program(recording, axes, vfn.hardware.h100(), {})
+    lies = lambda d, layout, shape: normal(spec_of_dims(d.sizes, d.dims, layout, axes), axes, shape)
+    for call in (x for x in made.calls if x.rule is not None):
+        number = made.classes[call.node]
+        ins, outs = made.dims[number]
+        if view := made.through.get(number):
+            every = [
+                ([x], [tuple(view.index(k) if k >= 0 else k for k in x)]) for x in options.layouts(ins[0].sizes, axes)
+            ]
+        else:
+            whole_ = (options.NONE,) * len(axes)
+            every = [([x or whole_ for x in o.ins], o.outs) for o in made.sites[made.members[call.node]].options]
+        shapes = [None if o is None else tuple(o.shape) for o in call.outs]
+        for given, makes in every:
+            lying = [(lies(d, x, shape), shape) for d, x, shape in zip(ins, given, call.shapes, strict=True)]
+            wanted = [None if d is None else lies(d, x, shape) for d, x, shape in zip(outs, makes, shapes, strict=True)]
+            stated(call.rule, lying, shapes, axes, wanted)
 
 
 def a_llama(batch: int, length: int, vocab: int = 32000):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..._core.arrays.rules.rule import Rule
 from ..._core.sharding.merged_dim import Merged, merge
 from .atoms import Atoms
 from .described import Described, parts, rows
@@ -111,27 +112,41 @@ def options(
     whole = (NONE,) * len(axes)
     if site.rule is None:
         return [Option((whole,) * len(ins), (whole,) * len(outs))], ins, outs
-    rule, found = site.rule, dict[Any, Option]()
-    sizes: dict[Any, list[int]] = {}
-    for one in (*ins, *outs):
-        for label, size in zip(one.labels, one.sizes) if one is not None else ():
-            if label is not None:
-                sizes.setdefault(label, []).append(size)
-    for one in (*ins, *outs):  # what stands twice in one tensor
-        for label in {x for x in one.labels if x is not None and one.labels.count(x) > 1} if one is not None else ():
-            sizes.pop(label, None)
-    choices = [None, *sizes, *(["partial"] if rule.linear and partial else [])]
-    for chosen in itertools.product(choices, repeat=len(axes)):
+    rule, found, sizes = site.rule, dict[Any, Option](), _choosable(site, ins, outs)
+    linear = bool(rule.linear and partial or any(map(_is_labelled, (ins[i] for i in rule.shape_only))))
+    choices = [None, *sizes, *(["partial"] if linear else [])]
+    for chosen in itertools.product(*(choices if n > 1 else [None] for n in axes.values())):
         if all(_divides(label, sizes.get(label, ()), chosen, axes) for label in chosen):
             option = _option(site, ins, outs, chosen, tuple(axes))
             found.setdefault((option.ins, option.outs, option.folds), option)
     return list(found.values()), ins, outs
 
 
+def _choosable(site: Described, ins: list[Dims], outs: list[Dims | None]) -> dict[Any, list[int]]:
+    """The labels of atoms that an axis may split, each with the sizes of these: they are found in every tensor of whose dims
+    the rule says so, where cuts that do not nest may have left them out, and once in each."""
+    every, found = [("in", i, one) for i, one in enumerate(ins)], dict[Any, list[int]]()
+    every += [("out", i, one) for i, one in enumerate(outs) if one is not None]
+    for _, _, one in every:
+        for label, size in zip(one.labels, one.sizes):
+            if label is not None:
+                found.setdefault(label, []).append(size)
+    of: dict[Any, set[Any]] = {}
+    for side, i, row, shape in rows(site):
+        for label, size in zip(row, shape, strict=True):
+            for _, _, inner in parts(label, size):
+                of.setdefault((side, i), set()).add(inner)
+    for side, i, one in every:
+        named = of.get((side, i), set[Any]())
+        for label in [x for x in found if one.labels.count(x) > 1 or (x[0] in named and x not in one.labels)]:
+            del found[label]
+    return found
+
+
 def layouts(sizes: Sequence[int], axes: Mapping[str, int]) -> list[Layout]:
-    """All ways in which a value of these atoms may lie, sums apart."""
+    """All ways in which a value of these atoms may lie, sums apart; an axis of one rank splits nothing."""
     fits = lambda found, k: sizes[k] % math.prod(n for n, x in zip(axes.values(), found) if x == k) == 0
-    every = itertools.product([NONE, *range(len(sizes))], repeat=len(axes))
+    every = itertools.product(*([NONE, *range(len(sizes))] if n > 1 else [NONE] for n in axes.values()))
     return [found for found in every if all(fits(found, k) for k in found if k >= 0)]
 
 
@@ -155,20 +170,29 @@ def _option(
     summed = {x for x in chosen if x is not None and x != "partial" and x[0] in rule.sums}
     whole = (NONE,) * len(axes)
     gone = [summed.difference(one.labels) if one is not None else set[Any]() for one in outs]
-    adds = rule.fold == "sum"
+    adds, kept = rule.fold == "sum", {"partial"} if rule.linear else set[str]()
     made = [
-        whole if one is None else _lying(one, chosen, {"partial", *(missing if adds else ())})
+        whole if one is None else _lying(one, chosen, {*kept, *(missing if adds else ())})
         for one, missing in zip(outs, gone)
     ]
-    given = list[Layout | None]()
-    for i, one in enumerate(ins):
-        partial = {"partial"} if i in rule.linear else set[Any]()
-        if i in rule.joins and first is not None:
-            partial |= gone[0]
-        given.append(None if i in rule.shape_only else _lying(one, chosen, partial))
+    joined = gone[0] if first is not None else set[Any]()
+    given = tuple(_given(rule, i, one, chosen, joined) for i, one in enumerate(ins))
     folds = [(i, tuple(a for a, x in zip(axes, chosen) if x in missing)) for i, missing in enumerate(gone) if missing]
     split = tuple(a for a, x in zip(axes, chosen) if x is not None and x != "partial")
-    return Option(tuple(given), tuple(made), split=split, folds=() if adds else tuple(folds))
+    return Option(given, tuple(made), split=split, folds=() if adds else tuple(folds))
+
+
+def _given(rule: Rule, i: int, one: Dims, chosen: tuple[Any, ...], joined: set[Any]) -> Layout | None:
+    """How an operand lies; None where it does not matter. Of some only the shape is read: what is made lies as they do, but
+    for sums."""
+    if i in rule.shape_only and not _is_labelled(one):
+        return None
+    partial = {"partial"} if i in rule.linear or i in rule.shape_only else set[Any]()
+    return _lying(one, chosen, partial | joined if i in rule.joins else partial)
+
+
+def _is_labelled(one: Dims) -> bool:
+    return any(label is not None for label in one.labels)
 
 
 def _lying(one: Dims, chosen: tuple[Any, ...], partial: Any) -> Layout:
