@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sampled_choices import SLOW, chosen, fault, faults_on_ranks
+from whole import some
 
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.choice.search.search import NothingFits
 from vescale_fn.recipes import gpt, llama
 
-# so slow that it pays to split what tests can afford
-SLOW = replace(vfn.hardware.h100(), flops={"float32": 1e6}, bytes=1e6, launch=1e-9)
 S = vfn.ShapeDtype
 
 
@@ -107,3 +107,53 @@ def test_without_its_solver_it_says_what_to_install(monkeypatch) -> None:
         vfn.errors.VfnError, match=r"HiGHS is not installed\n  Instead: pip install 'vescale_fn\[auto\]'"
     ):
         vfn.auto(pair, *PAIR, mesh={"tp": 8})
+
+
+def test_chosen_layouts_of_sampled_steps_compute_what_one_device_does() -> None:
+    for name in ("2:1", *(f"2:{i}" for i in range(3, some(4, 400)))):
+        with vfn.simulate(8):
+            assert (found := chosen(name)) is None or not fault(found), name
+
+
+def together(names):
+    """What four processes choose of which one has another idea, or an error, or is interrupted; and of sampled steps."""
+    rank, said = torch.distributed.get_rank(), []
+    mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+    args = {"up": S((64, 256), torch.float32), "down": S((256, 64), torch.float32)}, S((128, 64), torch.float32)
+    ask = lambda step=pair, on=mesh, **how: vfn.auto(step, *args, mesh=on, hardware=SLOW, candidates=1, **how)
+    other = ({"up": P("tp"), "down": P()}, None)
+
+    def interrupted(*args):
+        if rank == 2:
+            raise KeyboardInterrupt
+        return pair(*args)
+
+    specs = ask(fixed=None if rank else other).specs[0]
+    for call in (
+        lambda: ask(memory=10 if rank == 1 else None),
+        lambda: ask(interrupted),
+        lambda: ask(on={"dp": 2, "tp": 2}, fixed=None if rank else other).mesh(),
+    ):
+        try:
+            call()
+        except BaseException as error:
+            said.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return specs, said, *faults_on_ranks(names)
+
+
+def test_processes_choose_the_same_or_all_of_them_learn_why_not(gloo) -> None:
+    found = gloo(4, together, [f"5:{i}" for i in (0, 9, *range(12, some(12, 60)))])
+    elsewhere = "RecordError: auto: choosing a layout of {} raised on rank {}, and not here"
+    parted = "DivergenceError: auto: ranks 0 and 1 have chosen different layouts for pair"
+    for rank, (specs, said, faults, counted) in enumerate(found):
+        assert specs == {"up": P("tp"), "down": P()}
+        assert said == [
+            "NothingFits: auto: no layout on {'dp': 2, 'tp': 2} needs as little as 10 B"
+            if rank == 1
+            else elsewhere.format("pair", 1),
+            "KeyboardInterrupt: " if rank == 2 else elsewhere.format("interrupted", 2),
+            parted,
+        ]
+        assert not faults
+        assert all(memory is None or max(alive, peak) <= memory for memory, peak, alive in counted)
+        assert len(counted) >= 2

@@ -20,6 +20,7 @@ from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
 from ..hardware import Hardware
 from ..plan.jit import Jitted
+from .agreed import agreed, met_on
 from .auto_arguments import budgeted, donated, given_specs, on_meshes
 from .choice import ChosenLayout
 from .price_arguments import laid_out
@@ -56,7 +57,8 @@ def auto(
         args: its arguments: arrays, tensors, or their shapes (`eval_shape`), and what else it takes. How arrays lie does not
             count.
         mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind; or several of them, to choose from, such as
-            ``mesh_shapes(64, nodes=8)``. By default that of the arguments, or the current one.
+            ``mesh_shapes(64, nodes=8)``. By default that of the arguments, or the current one. Where that is one of processes,
+            all of them call it, and get the same answer, or an error.
         memory: what a rank may need: bytes, ``"70 GiB"``, or ``"90 %"`` of a device's. By default all that a device has.
         hardware: as for `price`.
         fixed: specs that are given: a `P` for all arguments; or a tuple with a `P`, a prefix tree, or rules (which need not
@@ -86,6 +88,24 @@ def auto(
     >>> choice.rules()
     [('down$', P('tp')), ('up$', P(None, 'tp'))]
     """
+    how = dict(memory=memory, hardware=hardware, fixed=fixed, others=others, donate_argnums=donate_argnums)
+    choose = functools.partial(_chosen, step, args, mesh, candidates=candidates, seconds=seconds, **how)
+    return agreed(met_on(mesh, args), getattr(step, "__name__", type(step).__name__), choose)
+
+
+def _chosen(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: Any,
+    memory: int | str | None,
+    hardware: Hardware | str | None,
+    fixed: Any,
+    others: Mapping[str, Any] | None,
+    donate_argnums: int | Sequence[int],
+    candidates: int,
+    seconds: float,
+) -> ChosenLayout:
+    """What this process chooses."""
     checked_function(step, "auto")
     highs()
     if isinstance(step, Jitted):

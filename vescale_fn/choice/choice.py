@@ -25,6 +25,7 @@ from ..hardware import Hardware
 from ..plan.ir.graph import calls, name_of, value
 from ..plan.ir.memory_use import MemoryUse, bytes_text, place
 from ..plan.jit import Jitted, jit
+from .agreed import check
 from .apply import applied
 from .apply_calls import operands, results
 from .moves import MoveToWrite, moves
@@ -63,14 +64,21 @@ class ChosenLayout:
         donated: Sequence[int] = (),
     ) -> None:
         self.recorded, self.hardware, self.budget, self.donated = recorded, hardware, budget, tuple(donated)
-        self._ranked, self._again = tuple(ranked), again
+        self.ranked, self._again = tuple(ranked), again
         self.layouts: Layouts = ranked[0].layouts
 
     # --- the layout ---------------------------------------------------------------------------------------------------
 
     def mesh(self) -> Any:
-        """The mesh that the layout is of, made of the ranks that there are (`make_mesh`)."""
-        return make_mesh(tuple(self.layouts.mesh.values()), tuple(self.layouts.mesh))
+        """The mesh that the layout is of, made of the ranks that there are (`make_mesh`); all of them ask for it, and have
+        chosen the same.
+
+        Raises:
+            DivergenceError: they have not.
+        """
+        made = make_mesh(tuple(self.layouts.mesh.values()), tuple(self.layouts.mesh))
+        check(made, self.layouts, self.recorded.name)
+        return made
 
     @property
     def specs(self) -> tuple[Any, ...]:
@@ -99,7 +107,7 @@ class ChosenLayout:
     @property
     def predicted(self) -> Price:
         """What a step costs: seconds by part, bytes by axis, memory."""
-        return self._ranked[0].price
+        return self.ranked[0].price
 
     def memory(self) -> MemoryUse:
         """The memory that one rank needs, over the calls."""
@@ -112,8 +120,11 @@ class ChosenLayout:
     @property
     def others(self) -> tuple[ChosenLayout, ...]:
         """The next best ones."""
-        of = lambda one: ChosenLayout(self.recorded, [one], self.hardware, self.budget, self._again, self.donated)
-        return tuple(map(of, self._ranked[1:]))
+        return tuple(self.of([one]) for one in self.ranked[1:])
+
+    def of(self, ranked: Sequence[Verified]) -> ChosenLayout:
+        """A choice of other layouts of the step, the best first."""
+        return ChosenLayout(self.recorded, ranked, self.hardware, self.budget, self._again, self.donated)
 
     def compare(self, *specs: Any, mesh: Mapping[str, int] | None = None, **named: Any) -> Prices:
         """What the step costs as it is written, its arguments in other layouts, beside this choice.
@@ -218,16 +229,16 @@ class ChosenLayout:
 
     def __repr__(self) -> str:
         best, budget = self.predicted, "" if self.budget is None else f" of {bytes_text(int(self.budget))}"
-        named = f": {self._ranked[0].name}, as the rules vote" if self._ranked[0].name else ""
+        named = f": {self.ranked[0].name}, as the rules vote" if self.ranked[0].name else ""
         head = (
             f"{self.recorded.name} on {mesh_text(self.layouts.mesh)}, {self.hardware.name}{named}: "
             f"predicted {_time(best.seconds)} (compute {_time(best.compute)}, exposed communication {_time(best.exposed)}), "
             f"peak {bytes_text(best.peak)}{budget}"
         )
         lines = [head, *(f"  {pattern!r:<32} {spec!r}" for pattern, spec in self.rules())]
-        if len(self._ranked) > 1:
+        if len(self.ranked) > 1:
             lines += ["the next best:"]
-        for one in [one for n, one in enumerate(self._ranked) if 0 < n and (n < _SHOWN or one.name)]:
+        for one in [one for n, one in enumerate(self.ranked) if 0 < n and (n < _SHOWN or one.name)]:
             cost = one.price
             over = "" if one.fits else f", {bytes_text(int(cost.peak - (self.budget or 0)))} too much"
             lines.append(
@@ -253,7 +264,7 @@ class ChosenLayout:
         return "; ".join(told) + (f"; {more} more" if more > 0 else "")
 
     def _repr_html_(self) -> str:
-        prices = [replace(one.price, name=f"{i + 1}") for i, one in enumerate(self._ranked[:_SHOWN])]
+        prices = [replace(one.price, name=f"{i + 1}") for i, one in enumerate(self.ranked[:_SHOWN])]
         return side_by_side(prices, repr(self))
 
 

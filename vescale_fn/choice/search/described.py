@@ -147,7 +147,9 @@ def _rule(node: fx.Node, outs: tuple[Any, ...]) -> Rule | None:
     shapes = tuple(tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in outs)
     dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs)
     rule = make(Call(name, by_name, tuple(ts), shapes, dtypes))
-    return None if rule is None or rule.per_result else rule
+    if rule is None or rule.per_result or len(rule.ins) != len(ts):  # of what out= is given a rule says nothing
+        return None
+    return rule
 
 
 def parts(label: Any, size: int) -> list[tuple[int, int, Any]]:

@@ -255,7 +255,7 @@ class _Read:
                 if x.is_input:
                     spans[n, part].append((0, end))
                 elif (x.node, part) not in replaced:
-                    spans[n, part].append((at, max(at, *read[0][-1:], *read[1][-1:])))
+                    spans[n, part].append((at, max([at, *read[0][-1:], *read[1][-1:]])))
         return spans, uses
 
     def _gradients(self) -> set[tuple[int, int]]:

@@ -1,0 +1,103 @@
+"""Processes that choose a layout together: all of them get the same one, or an error, whatever happens on one of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .._core.arrays.array import is_array, mesh_of
+from .._core.base import context, tree
+from .._core.base.errors import DivergenceError, RecordError
+from .._core.base.messages import report
+from .._core.distributed.abstract_mesh import AbstractMesh
+from .._core.distributed.mesh import Mesh, communicator_of
+from .._core.distributed.places import whole_mesh
+from .._core.distributed.ranks import talks_to_nobody
+from .search.layouts import Layouts
+from .verified import Verified, priced_as
+
+
+def met_on(mesh: Any, args: Any) -> Any:
+    """The mesh of processes on which a choice is made; None where this process chooses alone.
+
+    Args:
+        mesh: as `auto` is given it.
+        args: of the step.
+    """
+    given = list(mesh) if isinstance(mesh, (list, tuple)) else [mesh]
+    if mesh is None:
+        arrays = (x for x in tree.leaves(args) if isinstance(x, torch.Tensor) and is_array(x))
+        own = next((mesh_of(x) for x in arrays), None)
+        given = [context.current_mesh() if own is None else whole_mesh(own)]
+    for one in given:
+        if isinstance(one, Mesh) and not isinstance(one, AbstractMesh):
+            return None if communicator_of(one).all_here or talks_to_nobody() else one
+    return None
+
+
+def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
+    """What all ranks choose; where they differ, as where a solver had too little time on one of them, the first rank's choice.
+
+    Args:
+        mesh: as of `met_on`.
+        name: of the step.
+        choose: a `ChosenLayout`, as each rank makes it by itself.
+
+    Raises:
+        RecordError: on the other ranks, where it raised on some.
+    """
+    if mesh is None:
+        return choose()
+    found, failure = None, None
+    try:
+        found = choose()
+    except BaseException as error:  # an interrupt, too: the others would wait for this rank
+        failure = error
+    raised = "" if failure is None else str(failure) or type(failure).__name__
+    rows = [] if found is None else found.ranked
+    told = _told(mesh, (raised, digest([one.layouts for one in rows])))
+    if failure is not None:
+        raise failure
+    assert found is not None
+    for rank, (theirs, _) in enumerate(told):
+        if theirs:
+            what = f"choosing a layout of {name} raised on rank {rank}, and not here"
+            raise RecordError(report("auto", what, [theirs.splitlines()[0]]), follows=True)
+    if len({one for _, one in told}) == 1:
+        return found
+    first = _told(mesh, [(one.name, one.layouts) for one in rows])[0]
+    return found.of([_like(found, *one) for one in first])
+
+
+def check(mesh: Any, layouts: Layouts, name: str) -> None:
+    """Raise where the ranks of a mesh have chosen different layouts."""
+    if communicator_of(mesh).all_here or talks_to_nobody():
+        return
+    told = _told(mesh, digest([layouts]))
+    if len(set(told)) > 1:
+        rank = next(rank for rank, one in enumerate(told) if one != told[0])
+        what = f"ranks 0 and {rank} have chosen different layouts for {name}"
+        raise DivergenceError(report("auto", what, fix="auto(..., mesh=vfn.make_mesh(...)), on all ranks of it"))
+
+
+def digest(rows: Sequence[Layouts]) -> str:
+    """A digest of layouts, the same on all ranks that have the same."""
+    said = [(list(one.mesh.items()), one.inputs, sorted(one.calls.items()), one.outputs) for one in rows]
+    return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
+
+
+def _like(found: Any, name: str, layouts: Layouts) -> Verified:
+    """A layout of another rank with its price here."""
+    for one in found.ranked:
+        if (one.name, digest([one.layouts])) == (name, digest([layouts])):
+            return one
+    cost = priced_as(found.recorded, layouts, found.hardware, found.donated)
+    return Verified(layouts, None, cost, found.budget is None or cost.peak <= found.budget, name)
+
+
+def _told(mesh: Any, what: Any) -> list[Any]:
+    """What each rank has to say; asked by all ranks."""
+    return [row[0] for row in communicator_of(mesh).everyone([[what]], "auto")]
