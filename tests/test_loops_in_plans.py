@@ -8,7 +8,9 @@ from test_control_flow import LAYOUTS, TRANSFORMS, XS, F, W, body, by_hand, loss
 from torch.testing import assert_close
 
 import vescale_fn as vfn
+from benchmarks.peak_memory import accounting
 from vescale_fn import P
+from vescale_fn._core.base import context
 from vescale_fn.plan.ir.loop import loops
 from vescale_fn.plan.ir.nested import all_collectives
 
@@ -635,7 +637,29 @@ def on_gloo_ranks() -> list[str]:
         lambda p, x: vfn.cond(p[0], torch.sin, torch.cos, x), mesh=mesh, in_specs=P("i"), out_specs=P("i")
     )(flags, vfn.shard(torch.ones(2), mesh, P("i")))
     assert_close(vfn.unshard(chosen), torch.stack([torch.ones(()).sin(), torch.ones(()).cos()]))
+    sums_of_slices(mesh)
     return wrong
+
+
+def sums_of_slices(mesh) -> None:
+    """Slices that are whole on all ranks: their gradients are summed over the ranks once, behind the loops, as op by op."""
+    w, xs = vfn.shard(torch.stack([W, W.cos(), W.sin()]), mesh, P()), vfn.shard(XS, mesh, P("i"))
+    layers = lambda x, w: vfn.scan(lambda x, w: (torch.tanh(x @ w), None), x, w)[0]
+    step = vfn.grad(lambda w, xs: layers(layers(xs, w), w).square().sum())
+    jitted = vfn.jit(step)
+    assert torch.equal(vfn.unshard(jitted(w, xs)), vfn.unshard(step(w, xs)))
+    with vfn.comm_log() as log:
+        jitted(w, xs)
+    assert [(r.op, r.bytes) for r in log] == [("all_reduce", w.nbytes)]
+    if not context.simulated():  # there sums are made over what is summed
+        with vfn.use_mesh(mesh), accounting([w.to_local(), xs.to_local()]) as account:
+            plan_of(jitted).taking([w, xs], "step", "")
+        assert account.peak == jitted.lower(w, xs).memory().peak
+
+
+def test_gradients_of_whole_slices_are_summed_once() -> None:
+    with vfn.simulate(2):
+        sums_of_slices(vfn.make_mesh((2,), ("i",)))
 
 
 def test_on_gloo_ranks(gloo) -> None:

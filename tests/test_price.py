@@ -114,7 +114,7 @@ def test_bytes_and_calls_are_those_of_a_run(name):
     assert price.calls == {axis: log.count(axis=names) for axis, names in axes.items()}
     assert price.bytes == {axis: log.bytes(axis=names) for axis, names in axes.items()}
     assert price.seconds == pytest.approx(price.compute + price.exposed)
-    assert price.exposed <= price.communication
+    assert price.exposed <= price.communication * (1 + 1e-9)
 
 
 def test_a_layout_of_a_recipe_costs_what_processes_need(gloo):

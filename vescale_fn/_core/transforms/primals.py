@@ -191,7 +191,7 @@ def scalar(value: Any, where: str) -> torch.Tensor:
 # --- layouts of gradients ---------------------------------------------------------------------------------------------
 
 
-def _goal(primal: torch.Tensor) -> P | None:
+def gradient_spec(primal: torch.Tensor) -> P | None:
     """How the gradient of `primal` lies: as it, unreduced and reduced swapped; None for a plain tensor."""
     if not is_array(primal):
         return None
@@ -203,7 +203,7 @@ def as_primals(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tensor]) -
     """Bring each gradient to the layout of its primal, differentiably, one by one."""
     out = []
     for g, x in zip(grads, primals, strict=True):
-        goal, mesh = _goal(x), mesh_of(x) or mesh_of(g)
+        goal, mesh = gradient_spec(x), mesh_of(x) or mesh_of(g)
         if mesh is not None and (goal is None or not is_array(g) or spec_of(g) != goal or not same(mesh_of(g), mesh)):
             g = moved(g, mesh, goal, "grad")
         out.append(g)
@@ -216,7 +216,7 @@ def settle_together(grads: Sequence[torch.Tensor], primals: Sequence[torch.Tenso
     if PLAIN.issuperset(map(type, (*grads, *primals))):  # nothing lies anywhere
         return out
     for i, (g, x) in enumerate(zip(grads, primals, strict=True)):
-        goal = _goal(x)
+        goal = gradient_spec(x)
         apart = isinstance(g, Array) and goal is not None and not same(torch_internals.mesh(g), mesh_of(x))
         if isinstance(g, Array) and goal is not None and not apart and layout(torch_internals.spec(g)) != goal:
             moving[i] = goal

@@ -17,27 +17,19 @@ from ..._core.base import context
 from ..._core.distributed import process_group
 from ..._core.distributed.collectives import Collective
 from ..._core.distributed.mesh import communicator_of
-from ..ir.graph import value
-from ..ir.memory_aliases import dies
+from ..ir.sums_in_place import is_in_place, may_be_in_place
 
 
 def shortest(node: fx.Node, last: dict[Any, fx.Node], lie: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The function that a node's sum over ranks can be called by; None where `collectives` is to do it.
 
     Args:
-        last, lie: where the values of the graph lie, and what needs each memory last (`aliasing`).
+        last, lie: as for `is_in_place`.
     """
-    sum_ = node.target
-    if type(sum_) is not Collective or (sum_.kind, sum_.params) != ("all_reduce", ("sum",)):
+    sum_: Any = node.target
+    if not may_be_in_place(node) or not isinstance(communicator_of(sum_.mesh), process_group.ProcessGroup):
         return None
-    if not isinstance(communicator_of(sum_.mesh), process_group.ProcessGroup):
-        return None
-    x = node.args[0]
-    v = value(x) if isinstance(x, fx.Node) else None
-    if not isinstance(v, torch.Tensor) or not v.dtype.is_floating_point or not v.is_contiguous():
-        return None
-    ours = all(memory.maker.op != "placeholder" for memory in lie[x])
-    return _over_it(sum_) if ours and dies(x, node, last, lie) else _anew(sum_)  # type: ignore[arg-type]
+    return _over_it(sum_) if is_in_place(node, last, lie) else _anew(sum_)
 
 
 def _over_it(sum_: Collective) -> Callable[[torch.Tensor], torch.Tensor]:

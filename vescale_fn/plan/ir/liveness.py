@@ -17,6 +17,7 @@ from . import graph as plan
 from .graph import DONATED
 from .mapped import mapped
 from .nested import Nested
+from .sums_in_place import may_be_in_place
 
 Line = Sequence[fx.Node]
 
@@ -48,8 +49,8 @@ class Facts:
         if node.target is operator.getitem:  # which makes nothing
             return _Call(True, [], [number[m] for m in self.read[node]], 0, False, [])
         read, results = [number[m] for m in self.read[node]], [number[m] for m in made if m in self.results]
-        pointwise = inplace.is_pointwise(node)
-        return _Call(node.op == "call_function", [number[m] for m in made], read, self.size(made), pointwise, results)
+        over = inplace.is_pointwise(node) or may_be_in_place(node)
+        return _Call(node.op == "call_function", [number[m] for m in made], read, self.size(made), over, results)
 
     def ends(self, line: Line) -> dict[memory_aliases.Memory, float]:
         """For each memory, the place of the last call that needs it."""
@@ -116,7 +117,7 @@ class Facts:
                     donated[sizes[memory]] -= 1
                     live -= sizes[memory]  # it is no new memory
             live += made
-            found.append(live - made if over and call.pointwise else live)
+            found.append(live - made if over and call.writes_over else live)
             live -= freed
             for memory in call.made:
                 if ends[memory] == i:
@@ -129,6 +130,7 @@ class _Call(NamedTuple):
 
     Attributes:
         size: the bytes of what it makes.
+        writes_over: whether it may lie where an argument lay.
         results: those that are results of the plan.
     """
 
@@ -136,7 +138,7 @@ class _Call(NamedTuple):
     made: list[int]
     read: list[int]
     size: int
-    pointwise: bool
+    writes_over: bool
     results: list[int]
 
 

@@ -25,6 +25,7 @@ from .mapped import Mapped
 from .nested import bodies_of
 from .rotated_loop import OWN, Rotated
 from .shared_bodies import Shared
+from .sums_in_place import is_in_place
 
 
 @dataclass(frozen=True)
@@ -148,14 +149,16 @@ class _Alive:
                     top, self._top, self.deepest = live, len(self.at), None
                 self.at[node] = live
             else:
+                over = is_in_place(node, last, lie)
                 for piece in lie[node]:
                     if piece.maker is node:
-                        self._begins[piece] = len(self.at)
+                        self._begins[piece] = len(self.at) + over
                         live += sizes[piece]
             if node.op == "call_function" and node not in self.at:
                 results = sum(sizes[piece] for piece in lie[node])
                 uses = [_within(within, body, _dying(node, ends, lie)) for body in bodies_of(node)]
                 now = _at_once(node, live, results, uses, within)
+                now -= results * over
                 if now > top:
                     top, self._top, self.deepest = now, len(self.at), max(uses, key=_made, default=None)
                 self.at[node] = now

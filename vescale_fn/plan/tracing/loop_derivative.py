@@ -16,7 +16,7 @@ from ..ir.nested import extracted
 from . import leaves as leaves_
 from .loop_again import gradients
 from .loop_calls import LoopCall, Nodes, flat, in_place_of, rebuilt, with_all_elements
-from .loop_slices import Collected, SplitLeaf, like_a_slice
+from .loop_slices import Collected, SplitLeaf, as_slice, like_a_slice
 from .loop_sums import reduce_to_owners
 
 
@@ -89,10 +89,15 @@ class Derivative:
 
     def of_slices(self) -> list[Collected]:
         """The cotangents of slices."""
-        call, first = self.call, len(self.first)
-        lead = [call.one.split[i].lies[0] if i in call.one.split else None for i in call.moving_xs]
-        own = zip(self.own[first:], self.own_nodes[first:], lead, strict=True)
-        return [Collected(g, nodes, call.count, names) for g, nodes, names in own]
+        first = len(self.first)
+        own = zip(self.own[first:], self.own_nodes[first:], self.lead, strict=True)
+        return [Collected(g, nodes, self.call.count, names) for g, nodes, names in own]
+
+    @property
+    def lead(self) -> list[Any]:
+        """For what is cut and moves, how its leading dim is split."""
+        split = self.call.one.split
+        return [split[i].lies[0] if i in split else None for i in self.call.moving_xs]
 
     def record(self) -> None:
         """Record the derivative of one iteration, in its frame."""
@@ -110,7 +115,12 @@ class Derivative:
             pairs += zip([call.likes[i] for i, _ in self.rows], rows, strict=True)
             by = [*(one.given[i] for i in call.moving), *(one.cut[i] for i in call.moving_xs)]
             grads = gradients([pair for pair in pairs if pair[0].requires_grad], by, call.captured, False)
-            self.own = as_primals([torch.zeros_like(x) if g is None else g for x, g in zip(by, grads)], by)
+            own = [torch.zeros_like(x) if g is None else g for x, g in zip(by, grads)]
+            first = len(call.moving)
+            self.own = [
+                *as_primals(own[:first], by[:first]),
+                *map(as_slice, own[first:], by[first:], self.lead),
+            ]
             self.sums = [(i, g) for i, g in enumerate(grads[len(by) :]) if g is not None]
             self.own_nodes = list(map(one.nodes, self.own))
             self.carry_nodes = [

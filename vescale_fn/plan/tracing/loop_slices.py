@@ -15,16 +15,17 @@ import torch
 from torch import fx
 
 from ..._core import torch_internals
-from ..._core.arrays.array import is_array, made, mesh_of, spec_of
+from ..._core.arrays.array import is_array, made, mesh_of, moved, spec_of
 from ..._core.arrays.entries import owners
 from ..._core.distributed.blocks import Blocks
 from ..._core.distributed.collectives import Collective, group_size
 from ..._core.distributed.communicator import coordinates
-from ..._core.distributed.mesh import communicator_of
+from ..._core.distributed.mesh import communicator_of, same
 from ..._core.distributed.rows import row_of
 from ..._core.sharding.index_map import axes_of, dim_indices
 from ..._core.sharding.layout import contiguous_stride, layout, spec_for
-from ..._core.sharding.spec import P, split_axes
+from ..._core.sharding.spec import P, axes_named, split_axes
+from ..._core.transforms.primals import as_primals, gradient_spec
 from ..execution.looping import own_row
 from ..ir.graph import Step
 from ..ir.loop import STACKED
@@ -35,6 +36,21 @@ from .loop_again import lies_stacked
 def like_a_slice(x: torch.Tensor) -> torch.Tensor:
     """What has the layout and the blocks of a slice of `x`, whose leading dim is whole; the blocks may have another size."""
     return x.select(0, 0) if is_array(x) else x
+
+
+def as_slice(g: torch.Tensor, x: torch.Tensor, lead: Any) -> torch.Tensor:
+    """Bring the gradient of a slice to its layout, but for sums over ranks along axes that split nothing of it: these are made
+    once, of the gradients of all slices.
+
+    Args:
+        lead: how the leading dim is split that the slice is of.
+    """
+    goal = gradient_spec(x)
+    if goal is None or not is_array(g) or not same(mesh_of(g), mesh_of(x)):
+        return as_primals([g], [x])[0]
+    later = spec_of(g).unreduced - axes_named(goal) - axes_named(P(lead))
+    goal = P(*goal, unreduced=goal.unreduced | later, reduced=goal.reduced)
+    return g if spec_of(g) == goal else moved(g, mesh_of(x), goal, "grad")
 
 
 def stacked(leaf: torch.Tensor, found: Any, count: int) -> torch.Tensor:
