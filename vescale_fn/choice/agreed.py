@@ -58,7 +58,7 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
         failure = error
     raised = "" if failure is None else str(failure) or type(failure).__name__
     rows = [] if found is None else found.ranked
-    told = _told(mesh, (raised, digest([one.layouts for one in rows])))
+    told = _told(mesh, (raised, digest([one.layouts for one in rows], [one.memory for one in rows])))
     if failure is not None:
         raise failure
     assert found is not None
@@ -68,7 +68,7 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
             raise RecordError(report("auto", what, [theirs.splitlines()[0]]), follows=True)
     if len({one for _, one in told}) == 1:
         return found
-    first = _told(mesh, [(one.name, one.layouts) for one in rows])[0]
+    first = _told(mesh, [(one.name, one.layouts, one.memory) for one in rows])[0]
     return found.of([_like(found, *one) for one in first])
 
 
@@ -83,19 +83,20 @@ def check(mesh: Any, layouts: Layouts, name: str) -> None:
         raise DivergenceError(report("auto", what, fix="auto(..., mesh=vfn.make_mesh(...)), on all ranks of it"))
 
 
-def digest(rows: Sequence[Layouts]) -> str:
-    """A digest of layouts, the same on all ranks that have the same."""
-    said = [(list(one.mesh.items()), one.inputs, sorted(one.calls.items()), one.outputs) for one in rows]
+def digest(rows: Sequence[Layouts], held: Sequence[int | None] = ()) -> str:
+    """A digest of layouts, and of what their plans are held to, the same on all ranks that have the same."""
+    said: list[Any] = [held]
+    said += [(list(one.mesh.items()), one.inputs, sorted(one.calls.items()), one.outputs) for one in rows]
     return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
 
 
-def _like(found: Any, name: str, layouts: Layouts) -> Verified:
+def _like(found: Any, name: str, layouts: Layouts, memory: int | None) -> Verified:
     """A layout of another rank with its price here."""
     for one in found.ranked:
-        if (one.name, digest([one.layouts])) == (name, digest([layouts])):
+        if (one.name, digest([one.layouts], [one.memory])) == (name, digest([layouts], [memory])):
             return one
-    cost = priced_as(found.recorded, layouts, found.hardware, found.donated)
-    return Verified(layouts, None, cost, found.budget is None or cost.peak <= found.budget, name)
+    cost = priced_as(found.recorded, layouts, found.hardware, found.donated, memory)
+    return Verified(layouts, None, cost, found.budget is None or cost.peak <= found.budget, name, memory)
 
 
 def _told(mesh: Any, what: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import fx
 
-from .._core.base import tree
+from .._core.base import context, tree
 from .._core.base.errors import SpecError
 from .._core.base.messages import meant, mesh_text, report
 from .._core.distributed.comm_log import CommLog
@@ -99,8 +99,11 @@ class ChosenLayout:
         return applied(self.recorded, self.layouts, mesh)
 
     def jit(self, mesh: Any = None, **how: Any) -> Jitted[..., Any]:
-        """The step in this layout as a plan; `how`: the arguments of `jit`. What was donated when it was priced is here too."""
-        return jit(self.applied(mesh), **{"donate_argnums": self.donated, **how})
+        """The step in this layout as a plan; `how`: the arguments of `jit`. What was donated when it was priced is here too,
+        and the plan is held to the memory, ``memory=``, where it was then; to that of all ranks that it simulates."""
+        memory = self.ranked[0].memory
+        held = memory and memory * (context.simulated() or 1)
+        return jit(self.applied(mesh), **{"donate_argnums": self.donated, "memory": held, **how})
 
     # --- what it costs ------------------------------------------------------------------------------------------------
 
@@ -235,6 +238,7 @@ class ChosenLayout:
             f"predicted {_time(best.seconds)} (compute {_time(best.compute)}, exposed communication {_time(best.exposed)}), "
             f"peak {bytes_text(best.peak)}{budget}"
         )
+        head += f"\n  {told}" if (told := self.ranked[0].held) else ""
         lines = [head, *(f"  {pattern!r:<32} {spec!r}" for pattern, spec in self.rules())]
         if len(self.ranked) > 1:
             lines += ["the next best:"]
@@ -244,6 +248,7 @@ class ChosenLayout:
             lines.append(
                 f"  {_signed(cost.seconds - best.seconds)} (compute {_signed(cost.compute - best.compute)}, exposed "
                 f"{_signed(cost.exposed - best.exposed)}), peak {bytes_text(cost.peak)}{over}: {self._why(one)}"
+                f"{f'; {one.held}' if one.held else ''}"
             )
         return "\n".join(lines)
 

@@ -28,6 +28,7 @@ from ..plan.passes.under_way import under_way
 from .price_arguments import equipped, laid_out, meshed
 from .price_report import LinePrice, Price, Traffic
 from .price_streams import PassingTime
+from .repeated import repeated
 
 _INSTEAD = "torch.where for `if`, tensors for numbers; what cannot be recorded, outside of the step"
 
@@ -83,7 +84,7 @@ def price(
     jitted = step if isinstance(step, Jitted) else jit(step, donate_argnums=donate_argnums)
     given = laid_out(args, jitted.in_specs if specs is None else specs, on)
     planned = jitted.improved_by(functools.partial(_as_on, found.device))
-    with context.use_mesh(on):
+    with context.use_mesh(on), context.setting(devices=found.device):
         lowered = planned.lowered(planned.call_of(given), "price", _INSTEAD)
 
     def again(specs: Any, mesh: Any, hardware: Any) -> Price:
@@ -135,6 +136,7 @@ def priced(
         max(memory.peak, _by_gloo(lowered.graph) if hardware.device == "cpu" else 0),
         needless(comms),
         again,
+        repeated(lowered.graph, hardware),
     )
 
 

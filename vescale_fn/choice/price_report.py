@@ -13,6 +13,7 @@ from ..debugging.needless_moves import Needless
 from ..hardware import Hardware
 from ..plan.ir.memory_use import MemoryUse, bytes_text, place
 from . import price_drawing
+from .repeated import ComputedAgain
 
 _SHOWN = 10  # lines of a table
 
@@ -63,6 +64,7 @@ class Price:
         memory: of one rank, over the calls.
         peak: the most bytes that a rank needs at once, arguments included, and what gloo copies while it sends.
         needless: the moves that another layout would avoid.
+        repeated: what is computed again instead of being kept, and what waits on the host.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Price:
     peak: int
     needless: Needless
     _again: Callable[..., Price] | None = field(default=None, repr=False)
+    repeated: ComputedAgain = field(default=ComputedAgain({}, {}, 0), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -152,6 +155,7 @@ class Price:
             f"  compute {_time(self.compute)}, {waits}{more}",
             f"  memory {bytes_text(self.peak)} of {bytes_text(int(self.hardware.memory))} at most{limit}",
         ]
+        out += [f"  {told}"] if (told := self.repeated.text()) else []
         if self.traffic:
             rows = [
                 [row.axis, row.op, str(row.calls), bytes_text(row.bytes), _time(row.seconds)] for row in self.traffic

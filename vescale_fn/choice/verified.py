@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from .._core.base.messages import report
 from .._core.sharding.spec import P
 from ..hardware import Hardware
 from ..plan.ir.memory_use import bytes_text
+from ..plan.jit import jit
 from .apply import applied
+from .held_to import Holding
 from .price import Price, price
 from .recording import Recording
 from .search.layouts import Layouts
 from .search.search import NothingFits, replaced
+from .search.solver import OutOfTime
 
 _RAISED = 1.35  # times the bound, where the search finds nothing within it
 _NEARLY = 0.02  # of the bound, by which it is lowered at least
@@ -35,6 +38,7 @@ class Verified:
         price: of the plan.
         fits: whether a rank has the memory that it needs.
         name: of one that was given; "" of what the search found.
+        memory: the bytes to which its plan is held (`jit`), where it would need more by itself.
     """
 
     layouts: Layouts
@@ -42,6 +46,12 @@ class Verified:
     price: Price
     fits: bool
     name: str = ""
+    memory: int | None = None
+
+    @property
+    def held(self) -> str:
+        """How its plan is held to the memory, in words; "" where nothing has to be done for that."""
+        return "" if self.memory is None else self.price.repeated.text()
 
 
 def verified(
@@ -55,8 +65,9 @@ def verified(
 ) -> list[Verified]:
     """The layouts of a search, with the prices of their plans, the best first.
 
-    Where every plan needs more than the memory, the search gets a bound that is lower by as much, or in proportion, whichever
-    is higher, and searches again. Where it finds nothing, though a plan may need less than it
+    Those that need more than the memory are held to it, as `jit` does, by computing values again (`held_to`); so the search
+    is asked without a bound, too. Where every plan needs more all the same, the search gets a bound that is lower by as
+    much, or in proportion, whichever is higher, and searches again. Where it finds nothing, though a plan may need less than it
     predicts, the bound is raised.
 
     Args:
@@ -71,26 +82,58 @@ def verified(
     Raises:
         VfnError: no plan within the memory was found.
     """
-    bound, seen, found = memory, set[Any](), list[Verified]()
-    failure: NothingFits | None = None
+    found, seen = list[Verified](), set[Any]()
+    hold = Holding(memory, functools.partial(_held_to, recorded, hardware=hardware, donate=donate))
+    fitting, beyond = _free(solve, memory) if rounds else ([], [])
+    bound, failure, lowered = memory, None, False
     for _ in range(rounds):
-        try:
-            new = [one for one in solve(memory=bound) if (key := _key(one.layouts)) not in seen and not seen.add(key)]
-        except NothingFits as error:
-            failure = failure or error
-            if found or bound is None:
-                break
-            bound *= _RAISED
-            continue
+        new, missing = (fitting, None) if fitting else _within(solve, bound)
+        failure = failure or missing
+        new = [one for one in (*new, *beyond) if (key := _key(one.layouts)) not in seen and not seen.add(key)]
         found += [_priced(recorded, one, hardware, memory, donate) for one in new]
-        if memory is None or bound is None or any(one.fits for one in found):
+        fitting, beyond = [], []
+        hold.some_of(found)
+        if memory is None or bound is None or _any_fits(found) or (missing and lowered):
             break
-        least = min(one.price.peak for one in found)  # what is found again is not priced again
-        bound = min(max(bound - (least - memory), bound * memory / least), (1 - _NEARLY) * bound)
+        if not missing:
+            lowered = True
+        bound = bound * _RAISED if missing else _lower(bound, memory, found)
     found += others
-    if not any(one.fits for one in found):
+    hold.some_of(found)
+    if not _any_fits(found):
         raise (_does_not_fit(recorded, found, memory) if found or failure is None else failure)
     return ranked(found)
+
+
+def _any_fits(found: Sequence[Verified]) -> bool:
+    return any(one.fits for one in found)
+
+
+def _within(solve: Callable[..., Sequence[Any]], bound: float | None) -> tuple[Sequence[Any], NothingFits | None]:
+    """What is found within a bound; or why nothing is."""
+    try:
+        return solve(memory=bound), None
+    except NothingFits as error:
+        return [], error
+
+
+def _lower(bound: float, memory: float, found: Sequence[Verified]) -> float:
+    """The bound for which plans may fit where none does now: what is found again is not priced again."""
+    least = min(one.price.peak for one in found)
+    return min(max(bound - (least - memory), bound * memory / least), (1 - _NEARLY) * bound)
+
+
+def _free(solve: Callable[..., Sequence[Any]], memory: float | None) -> tuple[list[Any], list[Any]]:
+    """The best layouts of all: where all of them are predicted to fit, they are what a bound would give; else the better half
+    of them, which may yet fit."""
+    if memory is None:
+        return [], []
+    try:
+        free = [*solve(memory=None)]
+    except (NothingFits, OutOfTime):
+        return [], []
+    fits = all(one.bytes <= memory for one in free)
+    return (free, []) if fits else ([], free[: -(-len(free) // 2)])
 
 
 def ranked(found: Iterable[Verified]) -> list[Verified]:
@@ -135,20 +178,32 @@ def _priced(
     return Verified(found.layouts, found, cost, memory is None or cost.peak <= memory)
 
 
-def priced_as(recorded: Recording, layouts: Layouts, hardware: Hardware, donate: Sequence[int] = ()) -> Price:
-    """What a step costs that is carried out in a layout."""
+def _held_to(
+    recorded: Recording, one: Verified, memory: int, hardware: Hardware, donate: Sequence[int]
+) -> Verified | None:
+    """A layout whose plan is held to some memory; None where no plan is found that is."""
+    try:
+        cost = priced_as(recorded, one.layouts, hardware, donate, memory)
+    except (TransformError, SpecError):
+        return None
+    return replace(one, price=cost, fits=cost.peak <= memory, memory=memory)
+
+
+def priced_as(
+    recorded: Recording, layouts: Layouts, hardware: Hardware, donate: Sequence[int] = (), memory: int | None = None
+) -> Price:
+    """What a step costs that is carried out in a layout; `memory`: as of `jit`."""
     if any(isinstance(x, torch.Tensor) for x in tree.leaves(recorded.call.kwargs)):
         what = "tensors given by name have no place among specs"
         raise TransformError(report("auto", what, fix="all tensors by position"))
     step = applied(recorded, layouts)
     given = functools.partial(step, **recorded.call.kwargs) if recorded.call.kwargs else step
     return price(
-        given,
+        jit(given, donate_argnums=tuple(donate), memory=memory),
         *recorded.call.args,
         specs=specs_of(recorded, layouts),
         mesh=dict(layouts.mesh),
         hardware=hardware,
-        donate_argnums=tuple(donate),
     )
 
 
@@ -163,6 +218,5 @@ def _does_not_fit(recorded: Recording, found: Sequence[Verified], memory: float 
     least = min((one.price.peak for one in found), default=0)
     what = f"no plan of {recorded.name} that was found needs as little as {bytes_text(int(memory or 0))}"
     over = f"the least needs {bytes_text(least)}, {bytes_text(int(least - (memory or 0)))} more"
-    return SpecError(
-        report("auto", what, [over], f"memory={bytes_text(least)!r}, more ranks, or vfn.remat around layers")
-    )
+    held = "to compute values again, as jit(memory=...) does it, did not save as much in those that were tried"
+    return SpecError(report("auto", what, [over, held], f"memory={bytes_text(least)!r}, more ranks, a smaller batch"))

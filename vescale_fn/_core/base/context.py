@@ -370,6 +370,11 @@ def _end_log(entry: tuple[Any]) -> None:
     state.put(logs=tuple(other for other in here.slot.now.logs if other is not entry))
 
 
+def devices() -> str:
+    """On which devices a plan is to run that is only looked at, "cpu" or "cuda"; "" where its mesh says it."""
+    return here.slot.now.devices
+
+
 def unlogged() -> contextlib.AbstractContextManager[None]:
     """Record no collective of this thread: none is carried out."""
     return setting(unlogged=True)

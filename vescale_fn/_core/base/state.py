@@ -42,6 +42,7 @@ class Thread:
     apart: tuple[tuple[str, str], ...] = ()  # axes along which a condition around differs, and whose condition it is
     keyed: Any = None  # the mode in which a module draws from a key
     line: str = ""  # of the user's, of the recorded collective that runs
+    devices: str = ""  # "cpu" or "cuda": on which a plan is to run that is only looked at; "" where the mesh says it
     blocks: tuple[object, ...] = ()  # the `context.setting`s in force, each by an object of its own
 
 

@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
+from ..._core.base import context
 from ..._core.distributed.collectives import Collective, group_size
 from ..._core.sharding.index_map import axes_of
 from ...hardware import Hardware, cpu, h100
@@ -55,9 +57,14 @@ class Rates:
 RATES = {"cpu": Rates.of(cpu(), "float32"), "cuda": Rates.of(h100(), "bfloat16")}
 
 
+def device_of(x: torch.Tensor) -> str:
+    """The kind of device that a value is on; of a plan that is only looked at the one for which that is done."""
+    return context.devices() or x.device.type
+
+
 def rates(graph: fx.Graph) -> Rates:
     """The rates of the device on which a plan computes."""
-    kinds = {x.device.type for node in graph.nodes for x in tensors(node.meta.get("val"))}
+    kinds = {device_of(x) for node in graph.nodes for x in tensors(node.meta.get("val"))}
     return next((RATES[kind] for kind in sorted(kinds - {"cpu"}) if kind in RATES), RATES["cpu"])
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ..._core.distributed.collectives import Collective
+from ..._core.distributed.collectives import Collective, Start
 from ..ir import costs, host_copies, inplace
 from ..ir import graph as plan
 from ..ir.graph import KEPT
@@ -140,16 +140,19 @@ class KeptAcross(Counts):
         )
 
     def _sendable(self, made: list[int], place: dict[fx.Node, int], of: costs.Rates) -> dict[int, int]:
-        """The calls that give all that lies in a memory, with the memory, where that can wait on the host, and is worth it."""
+        """The calls that give all that lies in a memory, with the memory, where that can wait on the host, and is worth it.
+        What a collective that was begun will bring is not there yet."""
         found = {}
         for m in made:
             maker, part = self.memories[m]
+            if isinstance(maker.target, Start):
+                continue
             x, node = plan.value(maker), maker
             if isinstance(x, (list, tuple)):
                 if isinstance(maker.target, Nested) or any(user.target is not operator.getitem for user in maker.users):
                     continue
                 x, node = x[part], next((user for user in maker.users if user.args[1] == part), maker)
-            there = isinstance(x, torch.Tensor) and x.device.type != "cpu" and inplace.is_dense(x)
+            there = isinstance(x, torch.Tensor) and costs.device_of(x) != "cpu" and inplace.is_dense(x)
             if there and maker.users and costs.copy(self.bytes[m], of) >= of.call:
                 found[place[node]] = m
         return found

@@ -130,7 +130,7 @@ class Residuals:
         x, maker = plan.value(node), node.args[0] if node.target is operator.getitem else node
         if isinstance(maker.target, Nested):  # type: ignore[union-attr]  # perhaps a list
             return _INFINITE
-        if x.device.type == "cpu" or not inplace.is_dense(x) or costs.copy(plan.nbytes(x), of) < of.call:
+        if costs.device_of(x) == "cpu" or not inplace.is_dense(x) or costs.copy(plan.nbytes(x), of) < of.call:
             return _INFINITE
         return 2 * costs.copy(plan.nbytes(x), of)
 

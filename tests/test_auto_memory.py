@@ -1,0 +1,56 @@
+"""`auto` within a memory: values are computed again where that is faster than to split more."""
+
+from dataclasses import replace
+
+import torch
+
+import vescale_fn as vfn
+from vescale_fn import P
+
+S = vfn.ShapeDtype
+
+
+def layers(ws, x):
+    def loss(ws):
+        y = x
+        for w in ws:
+            y = torch.nn.functional.gelu(torch.tanh(y @ w))
+        return y.square().mean()
+
+    return vfn.tree.map(lambda p, g: p - 0.1 * g, ws, vfn.grad(loss)(ws))
+
+
+LARGE = [S((2048, 2048), torch.bfloat16)] * 5, S((65536, 2048), torch.bfloat16)
+
+
+def test_where_memory_binds_values_are_computed_again_or_wait_on_the_host() -> None:
+    how = {"mesh": {"dp": 2, "tp": 4}, "hardware": "h100", "donate_argnums": 0, "candidates": 1}
+    free = vfn.auto(layers, *LARGE, **how)
+    assert "computed again" not in repr(free)
+    budget = int(0.85 * free.predicted.peak)
+    tight = vfn.auto(layers, *LARGE, memory=budget, **how)
+    assert tight.predicted.peak <= budget
+    assert tight.predicted.seconds <= 1.2 * free.predicted.seconds
+    assert "computed again in" in repr(tight)
+    assert tight.predicted.repeated.sent > 0, tight
+    assert "wait on the host" in tight.predicted.text()
+
+
+def test_what_is_priced_within_a_memory_is_what_runs() -> None:
+    """On CPUs, where nothing waits on a host."""
+    generator = torch.Generator().manual_seed(0)
+    ws = list(torch.randn(3, 16, 16, dtype=torch.float64, generator=generator) / 4)
+    x = torch.randn(4096, 16, dtype=torch.float64, generator=generator)
+    slow = replace(vfn.hardware.cpu(4), launch=1e-9)
+    free = vfn.auto(layers, ws, x, mesh={"dp": 4}, hardware=slow, candidates=1)
+    budget = int(0.8 * free.predicted.peak)
+    choice = vfn.auto(layers, ws, x, mesh={"dp": 4}, hardware=slow, candidates=1, memory=budget)
+    assert choice.predicted.repeated.seconds
+    mesh = vfn.abstract_mesh((4,), ("dp",))
+    shapes = [S(w.shape, w.dtype, P(), mesh) for w in ws], S(x.shape, x.dtype, P("dp"), mesh)
+    assert choice.specs == ([P()] * 3, P("dp"))
+    assert choice.jit().lower(*shapes).memory().peak == choice.predicted.memory.peak <= budget
+    with vfn.simulate(4):
+        fast = choice.jit()
+        for a, b in zip(layers(ws, x), fast(*vfn.shard((ws, x), choice.mesh(), choice.specs)), strict=True):
+            torch.testing.assert_close(vfn.unshard(b), a)

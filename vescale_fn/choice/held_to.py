@@ -1,0 +1,40 @@
+"""Layouts whose plans need more memory than there is, held to it as by `jit`: values are computed again, or wait on the host.
+
+That a layout that is fast but large computes a little again is often faster than one that is split further. It takes a while to
+find out, so that only those are tried that may be the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_TRIES = 2  # layouts: the pass that holds a plan to a memory takes as long as some tens of recordings
+
+
+class Holding:
+    """Holds layouts to a memory, so many of them.
+
+    Args:
+        memory: the most bytes that a rank may need; None: any.
+        held_to: of a layout with the price of its plan, and a number of bytes, the same with the price of a plan that needs no
+            more; None where there is none.
+    """
+
+    def __init__(self, memory: float | None, held_to: Callable[[Any, int], Any]) -> None:
+        self.memory, self._held_to, self._left, self._tried = memory, held_to, _TRIES, list[Any]()
+
+    def some_of(self, found: list[Any]) -> None:
+        """Of the layouts that do not fit, first the fastest and then the smallest, if they are faster than what fits: each that
+        can be held to the memory takes its own place."""
+        while self.memory is not None and self._left:
+            best = min((one.price.seconds for one in found if one.fits), default=float("inf"))
+            over = [one for one in found if not one.fits and one not in self._tried and one.price.seconds < best]
+            if not over:
+                return
+            smallest = bool(self._tried) and best == float("inf")
+            one = min(over, key=lambda one: (one.price.peak if smallest else 0, one.price.seconds))
+            self._left -= 1
+            self._tried.append(one)
+            if (held := self._held_to(one, int(self.memory))) is not None and held.fits:
+                found[found.index(one)] = held
