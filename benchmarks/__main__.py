@@ -34,6 +34,7 @@ NAMES = (
     "digest",
     "any_size",
     "prices",
+    "piped_prices",
     "pipelines",
 )
 

@@ -92,12 +92,16 @@ def priced(name: str, hardware: Any) -> list[Any]:
 
 def run(name: str, layouts: Sequence[tuple[str, str]], rounds: int = ROUNDS) -> list[Any]:
     """On this rank, of each layout: seconds of a step, by axis how many collectives of how many bytes, the most alive."""
+    return measured([(MESHES[axes], functools.partial(stepped, name, text)) for text, axes in layouts], rounds)
+
+
+def measured(layouts: Sequence[tuple[dict[str, int], Callable[[Any], Any]]], rounds: int) -> list[Any]:
+    """The same of meshes, each with what `stepped` gives on it."""
     torch.set_num_threads(1)
     runs = []
-    for text, axes in layouts:
-        sizes = MESHES[axes]
+    for sizes, stepped in layouts:
         mesh = vfn.make_mesh(tuple(sizes.values()), tuple(sizes), device="cpu")
-        step, _, _, made = stepped(name, text, mesh)
+        step, _, _, made = stepped(mesh)
         with vfn.use_mesh(mesh):
             runs.append((mesh, step, list(made()), []))
         _once(*runs[-1][:3], [])
@@ -141,7 +145,13 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
     return statistics.correlation(ranks(xs), ranks(ys))
 
 
-def _measured(sizes: Sequence[int], names: Sequence[str]) -> str:
+def hardware() -> Any:
+    """What the ranks do in a second, as they find it."""
+    text, *_ = vfn.launch(_found, RANKS, (2, 2), ("outer", "inner"), device="cpu")
+    return vfn.hardware.Hardware.from_json(text)
+
+
+def _found(sizes: Sequence[int], names: Sequence[str]) -> str:
     torch.set_num_threads(1)
     return vfn.hardware.measure(vfn.make_mesh(sizes, names, device="cpu"), seconds=4).to_json()
 
@@ -162,9 +172,8 @@ def compared(name: str, hardware: Any) -> tuple[list[float], list[float], int, f
 
 def main() -> None:
     torch.set_num_threads(1)
-    text, *_ = vfn.launch(_measured, RANKS, (2, 2), ("outer", "inner"), device="cpu")
-    hardware = vfn.hardware.Hardware.from_json(text)
-    found = {name: compared(name, hardware) for name in LAYOUTS}
+    found_hardware = hardware()
+    found = {name: compared(name, found_hardware) for name in LAYOUTS}
     every = [[x for one in found.values() for x in one[i]] for i in (0, 1)]  # type: ignore[union-attr]
     rows = []
     for name, (predicted, times, wrong, ratio, _) in found.items():

@@ -2801,7 +2801,7 @@ def a_pipeline_with_costs_for_a_named_schedule(mesh):
 def a_pipeline_run_on_an_abstract_mesh(mesh):
     """TransformError
     pipeline: stages do not run on an abstract mesh
-      Instead: piped.plan(params, *batch) says beforehand what a step takes; vfn.make_mesh, to run it
+      Instead: vfn.price(step, ...), or piped.plan(params, *batch), says beforehand what a step takes; vfn.make_mesh, to run it
     """
     vfn.grad(two())(three(vfn.abstract_mesh((2,), ("dp",)), P()), X)
 

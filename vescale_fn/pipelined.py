@@ -23,7 +23,6 @@ from ._core.base.front_door import public
 from ._core.base.messages import described, report, short
 from ._core.base.user_calls import checked_function
 from ._core.distributed import collectives
-from ._core.distributed.abstract_mesh import AbstractMesh
 from ._core.distributed.divergence import RankCall
 from ._core.distributed.mesh import communicator_of
 from ._core.distributed.places import whole_mesh
@@ -36,7 +35,7 @@ from .plan.ir.memory_limit import MemoryLimit, limit
 from .plan.pipeline_plan import PipelinePlan, planned
 from .plan.signature import JitCall
 from .plan.stage_results import at_places, recorded
-from .plan.staged import Staged, check_alike
+from .plan.staged import Staged, check_alike, check_runs
 from .plan.tracing import leaves as leaves_
 from .plan.tracing.recorder import Unrecordable
 from .plan.tracing.traced_float import Number
@@ -282,6 +281,8 @@ class Pipelined:
         if mesh is None:
             return microbatches(f, self._count)(params, *batch, **kwargs)
         recorder, along = self._recorder(), _along(mesh, self._axis, _world())
+        if recorder is None:  # a plan may be looked at anywhere
+            check_runs(mesh)
         primals = [] if how is None else params[0]
         homes = tuple(map(along.coordinates, tree.leaves(params)))
         with self._on_rest(along):
@@ -448,11 +449,10 @@ class Pipelined:
         """The plan for parameters that lie so on the other axes, of which only the shapes count (and the places on this one,
         where they are `placed`; else it has no tasks), with the gradients of all; and in which order it has their leaves."""
         self._check_around()
-        mesh = self._mesh([params, batch, kwargs], runs=False) or context.current_mesh()
+        mesh = self._mesh([params, batch, kwargs]) or context.current_mesh()
         if mesh is None or self._axis not in axes_of(mesh):
             what = f"there is no mesh with the axis {self._axis!r}"
             raise TransformError(report("pipeline", what, fix="vfn.set_mesh(mesh), or arguments on the mesh"))
-        _checked(mesh, runs=False)
         leaves, structure = opened(params, "pipeline", "params", modules=True)
         along = _along(mesh, self._axis, _world())
         shapes = [_shape(x, spec, along.rest) for x, spec in zip(leaves, specs, strict=True)]
@@ -467,11 +467,11 @@ class Pipelined:
             divided = lambda: self._divided(f, how, given, batch, kwargs, along, homes, ready=True, runs=placed)
             return along, self._agreed(divided, along)[0], followed + rest
 
-    def _mesh(self, trees: Iterable[Any], runs: bool = True) -> Any:
+    def _mesh(self, trees: Iterable[Any]) -> Any:
         """The mesh with the axis among those of the arguments; None where there is none."""
         arrays = [x for x in tree.leaves(list(trees)) if isinstance(x, torch.Tensor) and is_array(x)]
         found = [mesh for x in arrays if self._axis in axes_of(mesh := whole_mesh(mesh_of(x)))]
-        return _checked(found[0], runs) if found else None
+        return found[0] if found else None
 
     def _schedule_of(self, ranks: int) -> schedules.Schedule:
         """The schedule for so many ranks."""
@@ -531,14 +531,6 @@ def _made_anew(f: Callable[..., Any]) -> Callable[..., Any]:
         return tree.map_(lambda x: x.clone() if isinstance(x, torch.Tensor) and id(x) in given else x, out)
 
     return anew
-
-
-def _checked(mesh: Any, runs: bool = True) -> Any:
-    """A mesh on which stages can be planned, and where it `runs` they are to run."""
-    if runs and isinstance(mesh, AbstractMesh):
-        fix = "piped.plan(params, *batch) says beforehand what a step takes; vfn.make_mesh, to run it"
-        raise TransformError(report("pipeline", "stages do not run on an abstract mesh", fix=fix))
-    return mesh
 
 
 def _paths(how: Any, params: Any) -> list[str]:

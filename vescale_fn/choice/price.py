@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from torch import fx
 
 from .._core import torch_internals
 from .._core.base import context
 from .._core.base.front_door import public
 from .._core.base.user_calls import checked_function
-from .._core.distributed.collectives import Collective, Start
 from .._core.sharding.index_map import axes_of
 from ..debugging.needless_moves import needless
 from ..hardware import Hardware
-from ..plan.ir.collective_nodes import in_order_of_ranks, size
-from ..plan.ir.graph import Pass
-from ..plan.ir.memory_use import ARGUMENTS, alive_at
-from ..plan.ir.nested import all_collectives, bodies_of
 from ..plan.jit import Jitted, jit
 from ..plan.lowered import Lowered
-from ..plan.passes.overlap import overlap
-from ..plan.passes.prefetch import prefetch
-from ..plan.passes.under_way import under_way
+from ..plan.pipeline import beside_computing
 from .price_arguments import equipped, laid_out, meshed
-from .price_report import LinePrice, Price, Traffic
+from .price_places import priced_by_place
+from .price_report import Price, lines_of, traffic_of
+from .price_stages import costed
 from .price_streams import PassingTime
 from .repeated import repeated
 
@@ -83,7 +75,7 @@ def price(
     found = equipped(hardware, on, device)
     jitted = step if isinstance(step, Jitted) else jit(step, donate_argnums=donate_argnums)
     given = laid_out(args, jitted.in_specs if specs is None else specs, on)
-    planned = jitted.improved_by(functools.partial(_as_on, found.device))
+    planned = jitted.improved_by(beside_computing) if found.device == "cuda" else jitted.improved_by(list)
     with context.use_mesh(on), context.setting(devices=found.device):
         lowered = planned.lowered(planned.call_of(given), "price", _INSTEAD)
 
@@ -92,14 +84,8 @@ def price(
         how = {"mesh": on if mesh is None else mesh, "hardware": found if same else hardware}
         return price(step, *args, specs=specs, donate_argnums=donate_argnums, **how)
 
-    return priced(lowered, found, axes_of(on), again)
-
-
-def _as_on(device: str, passes: Sequence[Pass]) -> list[Pass]:
-    """The passes as on devices of this kind: they ask the mesh, which is of CPUs wherever there are no GPUs."""
-    beside = lambda one: device != "cpu" and getattr(one, "func", one) in (overlap, prefetch, under_way)
-    computing: Any = functools.partial
-    return [computing(one, on_cpu=True) if beside(one) else one for one in passes]
+    with context.setting(devices=found.device):
+        return priced(lowered, found, axes_of(on), again)
 
 
 def priced(
@@ -113,15 +99,12 @@ def priced(
         mesh: the sizes of all axes.
         again: prices the same step in another layout.
     """
+    plan = None if lowered.origin is None else lowered.origin.plan
+    if plan is not None and plan.at_places:
+        return priced_by_place(lowered, plan, hardware, mesh, again)
     streams = PassingTime(hardware, mesh)
     streams.run(lowered.graph)
     comms, memory = lowered.comms(), lowered.memory()
-    held = {one.line: one.bytes for one in memory.held}
-    lines = [
-        LinePrice(line, times.calls, times.compute, times.exposed, times.communication, held.pop(line, 0))
-        for line, times in streams.lines.items()
-    ]
-    lines += [LinePrice(line, 0, 0.0, 0.0, 0.0, bytes_) for line, bytes_ in held.items() if line != ARGUMENTS]
     return Price(
         lowered.name,
         dict(mesh),
@@ -129,41 +112,12 @@ def priced(
         sum(times.compute for times in streams.lines.values()),
         sum(times.exposed for times in streams.lines.values()),
         0.0,
-        tuple(sorted(lines, key=lambda one: -one.seconds)),
-        traffic(lowered, hardware, mesh),
+        lines_of(streams.lines, memory),
+        traffic_of(costed(lowered, hardware, mesh)),
         comms,
         memory,
-        max(memory.peak, _by_gloo(lowered.graph) if hardware.device == "cpu" else 0),
+        memory.peak,
         needless(comms),
         again,
-        repeated(lowered.graph, hardware),
+        repeated({lowered.graph: 1}, hardware),
     )
-
-
-def _by_gloo(graph: fx.Graph) -> int:
-    """The most bytes that are alive where gloo carries out the collectives: see `in_order_of_ranks`."""
-    most = 0
-    for node, alive in alive_at(graph).items():
-        for body in bodies_of(node):
-            most = max(most, alive + _by_gloo(body) - max(alive_at(body).values(), default=0))
-        if isinstance(node.target, Collective) and not isinstance(node.target, Start):
-            most = max(most, alive + in_order_of_ranks(node, by_gloo=True) - in_order_of_ranks(node))
-    return most
-
-
-def traffic(lowered: Lowered, hardware: Hardware, mesh: Mapping[str, int]) -> tuple[Traffic, ...]:
-    """What goes over each of the axes, by kind, the most bytes first."""
-    found: dict[tuple[str, str], list[float]] = {}
-    log = iter(lowered.comms())
-    for node, times, _ in all_collectives(lowered.graph):
-        target: Any = node.target
-        sizes = mesh if set(target.axes) <= set(mesh) else axes_of(target.mesh)
-        once = hardware.collective(target.kind, size(node), sizes, target.axes)
-        row = found.setdefault((",".join(target.axes), target.kind), [0, 0, 0.0])
-        for _ in range(times):
-            record = next(log)
-            row[0] += 1
-            row[1] += record.bytes
-            row[2] += once
-    rows = [Traffic(axis, op, int(calls), int(bytes_), time) for (axis, op), (calls, bytes_, time) in found.items()]
-    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.axis, row.op)))

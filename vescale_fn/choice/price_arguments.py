@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .._core.arrays.array import is_array, mesh_of, spec_of
+from .._core.arrays.array import is_array, mesh_of
+from .._core.arrays.placement import spec_of
 from .._core.arrays.shapes import ShapeDtype
 from .._core.base import context, tree
 from .._core.base.containers import opened

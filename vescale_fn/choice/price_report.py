@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from .._core.base.messages import described, mesh_text, report
 from .._core.distributed.comm_log import CommLog
 from ..debugging.needless_moves import Needless
 from ..hardware import Hardware
-from ..plan.ir.memory_use import MemoryUse, bytes_text, place
+from ..plan.ir.memory_use import ARGUMENTS, MemoryUse, bytes_text, place
 from . import price_drawing
 from .repeated import ComputedAgain
 
@@ -57,7 +57,7 @@ class Price:
         hardware: that it was priced for.
         compute: seconds of computing.
         exposed: seconds in which nothing is computed, as what is needed next still travels.
-        bubble: seconds in which a stage of a pipeline waits for others.
+        bubble: seconds of a pipeline in which the ranks that compute longest wait for other stages.
         lines: what the user's lines cost, the longest first.
         traffic: what goes over the axes, by kind of collective.
         comms: all collectives in order, as `comm_log` lists them in a run.
@@ -65,6 +65,10 @@ class Price:
         peak: the most bytes that a rank needs at once, arguments included, and what gloo copies while it sends.
         needless: the moves that another layout would avoid.
         repeated: what is computed again instead of being kept, and what waits on the host.
+        ranks: of a step with a pipeline, or with values at coordinates of an axis, what it costs the ranks at each of them, a
+            `RankPrice`. Then time, lines, traffic and comms above are those of the ranks that compute longest, and the memory
+            is that of those which need most.
+        stages: of a pipeline, what the tasks of each stage take, a `StagePrice`.
     """
 
     name: str
@@ -81,6 +85,8 @@ class Price:
     needless: Needless
     _again: Callable[..., Price] | None = field(default=None, repr=False)
     repeated: ComputedAgain = field(default=ComputedAgain({}, {}, 0), repr=False)
+    ranks: tuple[Any, ...] = ()
+    stages: tuple[Any, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -103,10 +109,7 @@ class Price:
         return self._by_axis("calls")
 
     def _by_axis(self, what: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for row in self.traffic:
-            found[row.axis] = found.get(row.axis, 0) + getattr(row, what)
-        return found
+        return by_axis(self.traffic, what)
 
     @property
     def fits(self) -> bool:
@@ -156,6 +159,13 @@ class Price:
             f"  memory {bytes_text(self.peak)} of {bytes_text(int(self.hardware.memory))} at most{limit}",
         ]
         out += [f"  {told}"] if (told := self.repeated.text()) else []
+        if self.ranks:
+            out += [
+                "",
+                *_columns(["ranks", "compute", "exposed", "bubble", "peak"], list(map(_of_rank, self.ranks)), left=1),
+            ]
+        if self.stages:
+            out += ["", *_columns(["stage", "rank", "once", "F", "B", "W", "sends"], list(map(_of_stage, self.stages)))]
         if self.traffic:
             rows = [
                 [row.axis, row.op, str(row.calls), bytes_text(row.bytes), _time(row.seconds)] for row in self.traffic
@@ -215,6 +225,57 @@ def _time(seconds: float) -> str:
         ("s", seconds) if seconds >= 1 else ("ms", seconds * 1e3) if seconds >= 1e-3 else ("us", seconds * 1e6)
     )
     return f"{scaled:.3g} {unit}" if scaled < 1000 else f"{scaled:.0f} {unit}"
+
+
+def _of_rank(one: Any) -> list[str]:
+    """What the ranks at a place have to do, as a row."""
+    return [
+        ", ".join(f"{axis}={i}" for axis, i in one.at.items()),
+        *map(_time, (one.compute, one.exposed, one.bubble)),
+        bytes_text(one.peak),
+    ]
+
+
+def _of_stage(one: Any) -> list[str]:
+    """A stage, as a row."""
+    times = {"B": one.seconds.get("BW", 0.0), **one.seconds}
+    sends = bytes_text(sum(one.sends.values())) if one.sends else ""
+    return [
+        str(one.stage),
+        str(one.rank),
+        *(_time(times[kind]) if kind in times else "" for kind in ("PRE", "F", "B", "W")),
+        sends,
+    ]
+
+
+def by_axis(traffic: Sequence[Traffic], what: str) -> dict[str, int]:
+    """Calls, or bytes, by axis."""
+    found: dict[str, int] = {}
+    for row in traffic:
+        found[row.axis] = found.get(row.axis, 0) + getattr(row, what)
+    return found
+
+
+def traffic_of(rows: Iterable[tuple[Any, float]]) -> tuple[Traffic, ...]:
+    """What goes over each of the axes, by kind, the most bytes first: of records with the seconds that each takes."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for record, seconds in rows:
+        row = found.setdefault((record.axis, record.op), [0, 0, 0.0])
+        for i, more in enumerate((1, record.bytes, seconds)):
+            row[i] += more
+    out = [Traffic(axis, op, int(calls), int(bytes_), time) for (axis, op), (calls, bytes_, time) in found.items()]
+    return tuple(sorted(out, key=lambda row: (-row.bytes, row.axis, row.op)))
+
+
+def lines_of(times: Mapping[str, Any], memory: MemoryUse) -> tuple[LinePrice, ...]:
+    """What the user's lines take and hold, the longest first."""
+    held = {one.line: one.bytes for one in memory.held}
+    lines = [
+        LinePrice(line, one.calls, one.compute, one.exposed, one.communication, held.pop(line, 0))
+        for line, one in times.items()
+    ]
+    lines += [LinePrice(line, 0, 0.0, 0.0, 0.0, bytes_) for line, bytes_ in held.items() if line != ARGUMENTS]
+    return tuple(sorted(lines, key=lambda one: -one.seconds))
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, right: int | None = None) -> list[str]:

@@ -81,21 +81,42 @@ class PassingTime:
         places, outs = ends(graph)
         begun: dict[Any, float] = {x: at for x, at in zip(places, given) if at is not None}
         for node in plan.calls(graph):
-            if node.target is operator.getitem and node.args[0] in begun:
-                begun[node] = begun[node.args[0]]
-            elif isinstance(node.target, Nested):
-                self._nested(node)
-            elif isinstance(node.target, Start):
-                begun[node] = self._sent(node)
-            elif isinstance(node.target, Collective):
-                self._waited(node, self._sent(node))
-            elif is_wait(node):
-                self._waited(node, begun[node.args[0]])
-            elif (copy := host_copies.runs(node)) is not None:
-                self._copied(node, copy, begun)
-            else:
-                self._computed(node, seconds(node, self.hardware))
+            self.call(node, begun)
         return [begun.get(x) for x in outs]
+
+    def call(self, node: fx.Node, begun: dict[Any, float]) -> None:
+        """One call; `begun`: of what is on its way when it arrives."""
+        if node.target is operator.getitem and node.args[0] in begun:
+            begun[node] = begun[node.args[0]]
+        elif isinstance(node.target, Nested):
+            self._nested(node)
+        elif isinstance(node.target, Start):
+            begun[node] = self._sent(node)
+        elif isinstance(node.target, Collective):
+            self._waited(node, self._sent(node))
+        elif is_wait(node):
+            self._waited(node, begun[node.args[0]])
+        elif (copy := host_copies.runs(node)) is not None:
+            self._copied(node, copy, begun)
+        else:
+            self._computed(node, seconds(node, self.hardware))
+
+    def passes(self, time: float, lines: Mapping[str, Times]) -> None:
+        """What was gone through alone: as much time, and as much of each line."""
+        self.now += time
+        for line, times in lines.items():
+            self.lines.setdefault(line, Times()).add(times)
+
+    def computes(self, line: str, time: float) -> None:
+        """A computation of a line."""
+        self.passes(time, {line: Times(compute=time)})
+
+    def receives(self, line: str, sent: float, arrives: float) -> None:
+        """A message that is waited for: until it is `sent` this rank has nothing to do, then it is exposed."""
+        ready = max(self.now, sent)
+        exposed = max(0.0, arrives - ready)
+        self.now = ready + exposed
+        self.lines.setdefault(line, Times()).add(Times(exposed=exposed, communication=exposed, calls=1))
 
     def _line(self, node: fx.Node) -> Times:
         return self.lines.setdefault(node.meta.get("line", "") or "?", Times())

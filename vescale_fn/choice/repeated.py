@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -44,10 +44,10 @@ class ComputedAgain:
         return "; ".join(told)
 
 
-def repeated(graph: fx.Graph, hardware: Hardware) -> ComputedAgain:
-    """What a plan makes again."""
+def repeated(graphs: Mapping[fx.Graph, int], hardware: Hardware) -> ComputedAgain:
+    """What plans make again, each of which runs so often."""
     took, made, sent = dict[str, float](), dict[str, int](), 0
-    for node, times in _calls(graph, 1):
+    for node, times in (pair for graph, count in graphs.items() for pair in _calls(graph, count)):
         line = node.meta.get("line") or "?"
         if host_copies.runs(node) is host_copies.offload:
             sent += times * plan.nbytes(plan.value(node.all_input_nodes[0]))

@@ -26,16 +26,16 @@ class Messages:
         self.stages, self.placement, self.axis = stages, placement, axis
 
     def row(self, op: str, name: Name) -> Record | None:
-        """The row of a message, "send" or "receive"; None where it goes to where it is."""
+        """The row of a message, "send" or "receive"; None where it goes to where it is, or is of other ranks."""
         source, target = (self.placement[stage] for stage in (name.source, name.target))
-        if source == target:
+        nodes = of_first_rank(nodes_of(self.stages, name))
+        if source == target or not nodes:
             return None
-        nodes = nodes_of(self.stages, name)
         what = (
             "gradients" if name.made == TERM else f"{name.made} of stage {name.source} to {name.used} of {name.target}"
         )
         why = f"pipeline: {what}, {self.axis}={source} to {self.axis}={target}"
-        size = sum(nbytes(value(node)) for node in of_first_rank(nodes))
+        size = sum(nbytes(value(node)) for node in nodes)
         line, dtype = nodes[0].meta.get("line", ""), dtype_text(value(nodes[0]).dtype)
         return Record(op, (self.axis,), size, why, line, name.made != "F", dtype)
 

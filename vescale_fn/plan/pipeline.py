@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 from .ir.graph import Pass
 from .passes.buckets import buckets
 from .passes.call_shapes import shapes
@@ -63,3 +67,11 @@ OF_ONE_RANK: tuple[Pass, ...] = (  # which look at no other rank's blocks
 )
 OF_RANKS: tuple[Pass, ...] = (donate, reuse, in_parts, foreach)  # which look at what ranks hold alike
 PASSES = (*OF_ONE_RANK, *OF_RANKS)
+
+
+def beside_computing(passes: Sequence[Pass]) -> list[Pass]:
+    """The passes as on devices that compute while values travel: they ask the mesh, which is of CPUs wherever there are no
+    GPUs."""
+    asks = lambda one: getattr(one, "func", one) in (overlap, prefetch, under_way)
+    computing: Any = functools.partial
+    return [computing(one, on_cpu=True) if asks(one) else one for one in passes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,19 @@ from torch import fx
 
 from .._core import torch_internals
 from .._core.arrays.array import mesh_of
-from .._core.base import no_values, source_lines, tree
+from .._core.base import context, no_values, source_lines, tree
 from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.distributed.mesh import communicator_of, root
-from .._core.distributed.places import PlacedMesh, PlacedPlayedMesh, is_elsewhere, is_stand_in, place_of
+from .._core.distributed.places import PlacedMesh, PlacedPlayedMesh, is_elsewhere, is_stand_in, place_of, ranks_at
 from .execution import donation
 from .execution.backends import Backend
 from .execution.codegen import Code, generate
 from .execution.rank_loops import RankLoops
-from .ir.elsewhere import ELSEWHERE, left_out
-from .ir.graph import DONATED, Pass, Step, calls, changed, copied, given_up, memories, output, written
+from .ir.elsewhere import SeenRank, ThisRank, left_out
+from .ir.graph import DONATED, ELSEWHERE, Pass, Step, calls, changed, copied, given_up, memories, output, written
 from .ir.leaf_lists import leaf_lists
 from .ir.mapped import unmapped
-from .ir.nested import all_meshes, everywhere, nested, taken_back
+from .ir.nested import all_meshes, ends, everywhere, nested, taken_back
 from .ir.per_rank import RanksDiffer
 from .ir.rank_runs import note_holders, runs
 from .ir.ranks_as_one import ROW, RanksAsOne, folded
@@ -59,10 +59,13 @@ class Plan:
 
     Attributes:
         places: the meshes of places (``P(..., at=...)``) where values are.
+        at_places: on a mesh without ranks, where it is asked for (`context.devices`), what the ranks at each of the
+            coordinates run that have one: the coordinates and a graph.
         is_of_one_rank: whether passes were shown what one rank does, for all that this process plays.
     """
 
     is_of_one_rank = False
+    at_places: Sequence[tuple[Mapping[str, int], fx.Graph]] = ()
 
     def __init__(
         self,
@@ -102,9 +105,11 @@ class Plan:
     def _mark_inputs(self, leaves: Sequence[Any]) -> None:
         """Note what may be written into, and what is elsewhere."""
         inputs = iter(self.recorded.inputs)
+        self._lie_on: list[Any] = []  # the mesh of each, None for what is no array
         for i, take, keep in self._take:
             for _ in take(leaves[i]):
                 node = next(inputs)
+                self._lie_on.append(mesh_of(leaves[i]) if isinstance(leaves[i], torch.Tensor) else None)
                 if _is_elsewhere(leaves[i]):
                     node.meta[ELSEWHERE] = True
                 elif keep:
@@ -141,7 +146,8 @@ class Plan:
 
     def _until_settled(self, passes: Sequence[Pass]) -> Sequence[Pass]:
         """The passes that ranks agree on; what comes after what is elsewhere is taken out waits for `settle`."""
-        self._later = [one for one in passes if one in OF_RANKS] if self._placed else []
+        later = self._placed or (self._abstract and self.places)
+        self._later = [one for one in passes if one in OF_RANKS] if later else []
         return [one for one in passes if one not in self._later]
 
     def _takes_lists(self, budget: bool) -> bool:
@@ -172,12 +178,32 @@ class Plan:
     def settle(self) -> None:
         """What is left to do when all ranks agree: each takes out what is at another place than it."""
         if self._placed:
-            made = (one for one in self.recorded.results if isinstance(one, leaves_.Result) and one.spec is not None)
-            elsewhere = {place for one in made if is_elsewhere(one.spec.mesh) for place in one.places}
-            graph = left_out(self._improved, elsewhere)
-            for improve in self._later:
-                graph = everywhere(improve, graph)
-            self._improved = taken_back(graph)
+            self._improved = self._of_rank(self._improved, ThisRank())
+        elif self._later:
+            if context.devices():
+                seen = ((SeenRank(rank), at) for rank, at in ranks_at(self.places))
+                self.at_places = [(at, self._of_rank(self._marked(rank), rank)) for rank, at in seen]
+            self._improved = self._settled(self._improved)
+
+    def _settled(self, graph: fx.Graph) -> fx.Graph:
+        for improve in self._later:
+            graph = everywhere(improve, graph)
+        return taken_back(graph)
+
+    def _of_rank(self, graph: fx.Graph, rank: ThisRank) -> fx.Graph:
+        """Of a graph of all ranks what one does."""
+        made = (one for one in self.recorded.results if isinstance(one, leaves_.Result) and one.spec is not None)
+        elsewhere = {place for one in made if rank.lacks(one.spec.mesh) for place in one.places}
+        return self._settled(left_out(graph, elsewhere, rank))
+
+    def _marked(self, rank: SeenRank) -> fx.Graph:
+        """The graph in which inputs are marked that a rank has not got."""
+        graph = copied(self._improved)
+        for node, mesh in zip(ends(graph)[0], self._lie_on):
+            if mesh is not None and rank.lacks(mesh):
+                node.meta.pop(DONATED, None)
+                node.meta[ELSEWHERE] = True
+        return graph
 
     def follows(self, verdict: Verdict) -> bool:
         """Whether it is to be improved again, as other ranks need it."""

@@ -15,6 +15,7 @@ from .._core.arrays.along_axis import AlongAxis
 from .._core.base import context, source_lines
 from .._core.base.errors import TransformError
 from .._core.base.messages import report
+from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.distributed.edges import End, edge_group
 from .._core.distributed.parcels import Lies
 from .._core.sharding.layout import contiguous_stride
@@ -354,6 +355,13 @@ class Staged:
         sums = run.finish().sums
         along.end()
         return [None if (x := sums.get(name)) is None else x.contiguous() for where in self.where for name in where]
+
+
+def check_runs(mesh: Any) -> None:
+    """Raise for a mesh on which stages can be planned, but not run."""
+    if isinstance(mesh, AbstractMesh):
+        fix = "vfn.price(step, ...), or piped.plan(params, *batch), says beforehand what a step takes; vfn.make_mesh, to run it"
+        raise TransformError(report("pipeline", "stages do not run on an abstract mesh", fix=fix))
 
 
 def check_alike(leaves: Sequence[Any]) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._core.base import context
 from .._core.distributed.collectives import Collective
 from .execution.codegen import generate
 from .ir.graph import KEPT, Step, copied, output
 from .ir.nested import all_collectives, everywhere, taken_back
 from .passes.equal_parts import equal_parts
 from .passes.kept_calls import kept
-from .pipeline import PASSES
+from .pipeline import PASSES, beside_computing
 from .tracing.rank_consensus import Stage, stage
 
 OF_TASKS = tuple(one for one in PASSES if one not in (equal_parts, kept))  # whose calls of parts others look through
@@ -55,7 +56,7 @@ def _results(graph: fx.Graph) -> list[Any]:
 def improved(graph: fx.Graph) -> fx.Graph:
     """What the passes make of the graph of a task."""
     graph = copied(graph)
-    for improve in OF_TASKS:
+    for improve in beside_computing(OF_TASKS) if context.devices() == "cuda" else OF_TASKS:
         graph = everywhere(improve, graph)
     return taken_back(graph)
 

@@ -143,6 +143,11 @@ def rebuild_abstract_mesh(device: str, shape: tuple[int, ...], names: tuple[str,
     return made
 
 
+def seen_from(mesh: AbstractMesh, rank: int) -> AbstractMesh:
+    """The same mesh, of which the blocks, and the plans, of another rank are seen."""
+    return rebuild_abstract_mesh(mesh.device_type, tuple(mesh.mesh.shape), mesh.axis_names, rank)
+
+
 def abstract_mesh(
     shape: int | Sequence[int], names: str | Sequence[str], *, device: str = "cpu", rank: int = 0
 ) -> AbstractMesh:

@@ -9,8 +9,9 @@ memory of one number, NaN.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,17 @@ def at_of(mesh: Any) -> At:
 def is_elsewhere(mesh: Any) -> bool:
     """Whether this is a placed mesh whose values are on other ranks than this one."""
     return getattr(mesh, "elsewhere", False)
+
+
+def ranks_at(meshes: Sequence[Any]) -> Iterator[tuple[int, dict[str, int]]]:
+    """A rank at each of the coordinates on those axes of a mesh without ranks along which some of these placed meshes are: its
+    row-major place in the whole mesh, and the coordinates. On other axes it is where the rank that is seen is."""
+    whole = whole_mesh(meshes[0])
+    sizes, seen = axes_of(whole), coordinates(whole, whole.rank)
+    axes = [axis for axis in sizes if any(axis in mesh.place.axes for mesh in meshes)]
+    for row in itertools.product(*(range(sizes[axis]) for axis in axes)):
+        at = dict(zip(axes, row))
+        yield functools.reduce(lambda rank, axis: rank * sizes[axis] + {**seen, **at}[axis], sizes, 0), at
 
 
 def resolved(mesh: Any, spec: P) -> tuple[Any, P]:

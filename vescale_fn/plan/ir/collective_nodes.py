@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..._core.base import context
 from ..._core.distributed.collectives import TABLE, Collective, group_size
 from ..._core.distributed.mesh import communicator_of
 from .graph import ARRIVED, HOLDERS, KEPT, PLAYED, Step, name_of, nbytes, value
@@ -91,14 +92,15 @@ def in_order_of_ranks(node: fx.Node, by_gloo: bool | None = None) -> int:
     Args:
         node: its call.
         by_gloo: whether gloo carries it out, which gathers into memory of its own, and adds up in a copy. By default where
-            processes talk and compute on CPUs: a mesh without ranks stands for devices.
+            processes talk and compute on CPUs: a mesh without ranks stands for devices, unless `context.devices` says so.
     """
     if is_listed(node) or HOLDERS in node.meta or PLAYED in node.meta:
         return 0
     collective, given, made = collective_of(node), value(node.args[0]), value(node)  # type: ignore[arg-type]
     kind, (dim, *more) = collective.kind, collective.params
     if by_gloo is None:
-        by_gloo = given.device.type == "cpu" and not communicator_of(collective.mesh).all_here
+        processes = not communicator_of(collective.mesh).all_here or context.devices() == "cpu"
+        by_gloo = given.device.type == "cpu" and processes
     along = lambda x, dim: math.prod(x.shape[:dim]) != 1
     if kind == "all_gather":
         return nbytes(given) * (not given.is_contiguous()) + nbytes(made) * (by_gloo or along(made, dim))

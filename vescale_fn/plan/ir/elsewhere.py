@@ -9,28 +9,55 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..._core.distributed.abstract_mesh import seen_from
 from ..._core.distributed.collectives import Collective, Start
+from ..._core.distributed.communicator import coordinates
 from ..._core.distributed.mesh import communicator_of
-from ..._core.distributed.places import is_elsewhere, nothing
-from .graph import Step, calls, copied, has_effect, operator_of, output, value, written
+from ..._core.distributed.places import is_elsewhere, nothing, place_of
+from .graph import ELSEWHERE, Step, calls, copied, has_effect, operator_of, output, value, written
 from .mapped import unmapped
 from .nested import Nested
 from .shared_bodies import inlined
 
-ELSEWHERE = "elsewhere"  # a placeholder with this in its meta is at another place than this rank
-
 _FILLS = torch.ops.aten.masked_fill.Scalar  # of a part of a sum: zeros where the value is not
 
 
-def left_out(graph: fx.Graph, results: Collection[int]) -> fx.Graph:
+class ThisRank:
+    """The rank of this process."""
+
+    def lacks(self, mesh: Any) -> bool:
+        """Whether values on a mesh are elsewhere."""
+        return is_elsewhere(mesh)
+
+    def communicator(self, mesh: Any) -> Any:
+        """Its part in what goes over a mesh."""
+        return communicator_of(mesh)
+
+
+@dataclass(frozen=True)
+class SeenRank(ThisRank):
+    """A rank of a mesh without ranks, by its row-major place."""
+
+    rank: int
+
+    def lacks(self, mesh: Any) -> bool:
+        place = place_of(mesh)
+        return place is not None and not place.holds(coordinates(place.whole, self.rank))
+
+    def communicator(self, mesh: Any) -> Any:
+        return communicator_of(seen_from(mesh, self.rank) if place_of(mesh) is None else mesh)
+
+
+def left_out(graph: fx.Graph, results: Collection[int], rank: ThisRank = ThisRank()) -> fx.Graph:
     """The graph without what is elsewhere: its placeholders are marked, and `results` are the places of such results."""
     graph = inlined(unmapped(copied(graph)))
-    gone = _Gone(graph)
+    gone = _Gone(graph, rank)
     outs = [*output(graph).args[0]]  # type: ignore[misc]
     for i, node in enumerate(outs):
         if isinstance(node, fx.Node) and (i in results or node in gone.values):
@@ -38,7 +65,7 @@ def left_out(graph: fx.Graph, results: Collection[int]) -> fx.Graph:
                 outs[i] = _stand_in(graph, node, whole=False)
     output(graph).args = (tuple(outs),)
     for node in reversed([*calls(graph)]):
-        if not node.users and (node in gone.calls or _is_pure(node)):
+        if not node.users and (node in gone.calls or _is_pure(node, rank)):
             graph.erase_node(node)
     return graph
 
@@ -46,32 +73,49 @@ def left_out(graph: fx.Graph, results: Collection[int]) -> fx.Graph:
 class _Gone:
     """What is not here of a graph: `values` that this rank has not got, and `calls` that it does not make."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, rank: ThisRank) -> None:
+        self.graph, self.rank = graph, rank
         self.values = {node for node in graph.nodes if node.op == "placeholder" and ELSEWHERE in node.meta}
         self.calls: set[fx.Node] = set()
         for node in [*calls(graph)]:
             self._see(node)
 
     def _see(self, node: fx.Node) -> None:
+        if isinstance(node.target, Step) and node.target.at:
+            node.meta[ELSEWHERE] = frozenset(i for i, mesh in enumerate(node.target.at) if self.rank.lacks(mesh))
         given = set(node.all_input_nodes)
         missing = given & self.values
-        if isinstance(node.target, Collective) and is_elsewhere(node.target.mesh):
+        if isinstance(node.target, Collective) and self.rank.lacks(node.target.mesh):
             self._leave_out(node)
         elif given and isinstance((start := node.args[0]), fx.Node) and isinstance(start.target, Start):
             self._see_wait(node, start)
-        elif _gives_elsewhere(node):
+        elif self._gives_elsewhere(node):
             self._leave_out(node)
         elif not missing:
             return
         elif isinstance(node.target, Collective):
             self._give_stand_ins(node, missing)
-            if not _receives(node.target):
+            if not self._receives(node.target):
                 self.values.add(node)
         elif self._is_elsewhere(node, missing == given):
             self._leave_out(node)
         else:
             self._give_stand_ins(node, missing)
+
+    def _gives_elsewhere(self, node: fx.Node) -> bool:
+        """Whether a value is a result, of a call that gives several at several places, of which this rank has none."""
+        if node.target is not operator.getitem or not isinstance(of := node.args[0], fx.Node):
+            return False
+        return isinstance(of.target, Step) and bool(of.target.at) and node.args[1] in of.meta[ELSEWHERE]
+
+    def _receives(self, collective: Collective) -> bool:
+        """Whether this rank gets what is sent from place to place."""
+        if collective.kind != "permute":
+            return True
+        communicator = self.rank.communicator(collective.mesh)
+        groups = ((communicator.group_of(at, collective.axes), rank) for at, rank in enumerate(communicator.ranks))
+        reached = {destination for _, destination in collective.params[0]}
+        return any(group.index(rank) in reached for group, rank in groups)
 
     def _is_elsewhere(self, node: fx.Node, all_missing: bool) -> bool:
         """Whether a call, of which arguments are missing, is none of this rank's."""
@@ -99,23 +143,6 @@ class _Gone:
                 node.replace_input_with(x, _stand_in(self.graph, x, whole, operator_of(node) is not None))
 
 
-def _gives_elsewhere(node: fx.Node) -> bool:
-    """Whether a value is a result, of a call that gives several at several places, of which this rank has none."""
-    if node.target is not operator.getitem or not isinstance(of := node.args[0], fx.Node):
-        return False
-    return isinstance(of.target, Step) and bool(of.target.at) and is_elsewhere(of.target.at[node.args[1]])  # type: ignore
-
-
-def _receives(collective: Collective) -> bool:
-    """Whether this rank gets what is sent from place to place."""
-    if collective.kind != "permute":
-        return True
-    communicator = communicator_of(collective.mesh)
-    groups = ((communicator.group_of(at, collective.axes), rank) for at, rank in enumerate(communicator.ranks))
-    reached = {destination for _, destination in collective.params[0]}
-    return any(group.index(rank) in reached for group, rank in groups)
-
-
 def _stand_in(graph: fx.Graph, x: fx.Node, whole: bool, written: bool = False) -> fx.Node:
     """What stands for a value; `whole`: as an argument of a call, which may be an index; `written`: whose result may lie in its
     memory."""
@@ -124,6 +151,8 @@ def _stand_in(graph: fx.Graph, x: fx.Node, whole: bool, written: bool = False) -
     make = functools.partial(_made, made, whole, written, isinstance(val, (list, tuple)))
     node = graph.call_function(Step("elsewhere", make))
     node.meta = {"val": val, "line": x.meta.get("line", "")}
+    if not written and not (whole and any(not (of.is_floating_point or of.is_complex) for _, of, _ in made)):
+        node.meta[ELSEWHERE] = True  # one number, whatever its shape
     return node
 
 
@@ -136,9 +165,9 @@ def _made(what: Sequence[Any], whole: bool, written: bool, several: bool) -> Any
     return found if several else found[0]
 
 
-def _is_pure(node: fx.Node) -> bool:
+def _is_pure(node: fx.Node, rank: ThisRank) -> bool:
     """Whether nobody misses a call whose result is not used."""
     if isinstance(node.target, Collective):
-        return is_elsewhere(node.target.mesh)
+        return rank.lacks(node.target.mesh)
     waits = any(isinstance(x.target, Start) for x in node.all_input_nodes)
     return not (waits or isinstance(node.target, Nested) or has_effect(node))

@@ -31,6 +31,7 @@ from ..._core.distributed.collectives import Collective
 
 KEPT = "kept"
 DONATED = "donated"  # a placeholder with this in its meta may be written into
+ELSEWHERE = "elsewhere"  # what has this in its meta is at another place than this rank; of a call, these of its results
 AT_ONCE = "at once"  # in the meta of a call on lists, of that program: it is one for all ranks
 HANDED_ON = ("broadcast", "permute")  # the collectives that hand a block on as it is, where the ranks are simulated
 HOLDERS = "holders"  # in the meta of a node of one rank's program for all: which ranks hold the same of its value

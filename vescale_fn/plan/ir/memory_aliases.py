@@ -38,7 +38,9 @@ class Memory(NamedTuple):
     @property
     def bytes(self) -> int:
         """How many bytes it has."""
-        value = self.value
+        value, gone = self.value, self.maker.meta.get(plan.ELSEWHERE, ())
+        if gone is True or self.part in gone:
+            return 0
         if isinstance(self.maker.target, Loop) and self.other is not None:
             return extent(value) // self.maker.target.length
         if isinstance(value, (list, tuple)):  # on a simulated mesh: what all ranks of a group get is there once

@@ -138,12 +138,17 @@ def all_collectives(graph: fx.Graph, times: int = 1, within: str = "") -> Iterat
     """The collectives of a graph and of the bodies in it, in order, each with how often it runs, and what there is to say of
     that: ``in true_fun``."""
     for node in _with_collectives(graph):
-        if isinstance(node.target, Nested):
-            for i, body in enumerate(node.target.bodies):
-                count, said = node.target.often(i)
-                yield from all_collectives(body, times * count, ", ".join(filter(None, (within, said))))
-        elif isinstance(node.target, Collective):
-            yield node, times, within
+        yield from collectives_in(node, times, within)
+
+
+def collectives_in(node: fx.Node, times: int = 1, within: str = "") -> Iterator[tuple[fx.Node, int, str]]:
+    """The same of one call: itself, or those in its bodies."""
+    if isinstance(node.target, Nested):
+        for i, body in enumerate(node.target.bodies):
+            count, said = node.target.often(i)
+            yield from all_collectives(body, times * count, ", ".join(filter(None, (within, said))))
+    elif isinstance(node.target, Collective):
+        yield node, times, within
 
 
 def extracted(
