@@ -148,7 +148,7 @@ def test_processes_choose_the_same_or_all_of_them_learn_why_not(gloo) -> None:
     for rank, (specs, said, faults, counted) in enumerate(found):
         assert specs == {"up": P("tp"), "down": P()}
         assert said == [
-            "SpecError: auto: no plan of pair that was found needs as little as 10 B"
+            "NothingFits: auto: no plan of pair that was found needs as little as 10 B"
             if rank == 1
             else elsewhere.format("pair", 1),
             "KeyboardInterrupt: " if rank == 2 else elsewhere.format("interrupted", 2),

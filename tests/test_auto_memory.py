@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import vescale_fn as vfn
@@ -54,3 +55,37 @@ def test_what_is_priced_within_a_memory_is_what_runs() -> None:
         fast = choice.jit()
         for a, b in zip(layers(ws, x), fast(*vfn.shard((ws, x), choice.mesh(), choice.specs)), strict=True):
             torch.testing.assert_close(vfn.unshard(b), a)
+
+
+def in_parts(w, x, microbatches):
+    def loss(w, x):
+        return torch.tanh(torch.nn.functional.gelu(x @ w[0]) @ w[1]).square().mean()
+
+    value, grads = vfn.optim.microbatches(vfn.value_and_grad(loss), microbatches)(w, x)
+    return vfn.tree.map(lambda p, g: p - 0.1 * g, w, grads), value
+
+
+def test_the_parts_of_a_batch_are_chosen_with_the_layout() -> None:
+    generator = torch.Generator().manual_seed(0)
+    w = list(torch.randn(2, 16, 16, dtype=torch.float64, generator=generator) / 4)
+    x = torch.randn(4096, 16, dtype=torch.float64, generator=generator)
+    slow = replace(vfn.hardware.cpu(4), launch=1e-9)
+    how = {"mesh": {"dp": 4}, "hardware": slow, "candidates": 1, "fixed": (P(), P("dp"))}
+    whole = vfn.auto(in_parts, w, x, microbatches=1, **how)
+    free = vfn.auto(in_parts, w, x, microbatches=(2, 1), **how)
+    assert (whole.microbatches, free.microbatches) == (1, 1)
+    assert free.predicted.seconds == whole.predicted.seconds
+    assert [one.microbatches for one in free.others] == [2]
+    budget = int(0.62 * whole.predicted.peak)
+    with pytest.raises(vfn.errors.VfnError, match=r"more ranks, or microbatches="):
+        vfn.auto(in_parts, w, x, microbatches=1, memory=budget, **how)
+    small = vfn.auto(in_parts, w, x, microbatches=(1, 2, 4), memory=budget, **how)
+    assert small.microbatches > 1
+    assert small.predicted.peak <= budget
+    assert f", in {small.microbatches} parts" in repr(small)
+    with vfn.simulate(4):
+        got = small.jit()(*vfn.shard((w, x), small.mesh(), small.specs))
+        for a, b in zip(vfn.tree.leaves(in_parts(w, x, 1)), vfn.tree.leaves(got), strict=True):
+            torch.testing.assert_close(vfn.unshard(b), a)
+    with pytest.raises(vfn.errors.TransformError, match="layers does not take microbatches="):
+        vfn.auto(layers, w, x, microbatches=(1, 2), **how)

@@ -57,8 +57,8 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
     except BaseException as error:  # an interrupt, too: the others would wait for this rank
         failure = error
     raised = "" if failure is None else str(failure) or type(failure).__name__
-    rows = [] if found is None else found.ranked
-    told = _told(mesh, (raised, digest([one.layouts for one in rows], [one.memory for one in rows])))
+    rows, parts = ([], None) if found is None else (found.ranked, found.microbatches)
+    told = _told(mesh, (raised, (digest([one.layouts for one in rows], [one.memory for one in rows]), parts)))
     if failure is not None:
         raise failure
     assert found is not None
@@ -68,7 +68,8 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
             raise RecordError(report("auto", what, [theirs.splitlines()[0]]), follows=True)
     if len({one for _, one in told}) == 1:
         return found
-    first = _told(mesh, [(one.name, one.layouts, one.memory) for one in rows])[0]
+    first, count = _told(mesh, ([(one.name, one.layouts, one.memory) for one in rows], found.microbatches))[0]
+    found = next((one for one in (found, *found.in_other_parts) if one.microbatches == count), found)
     return found.of([_like(found, *one) for one in first])
 
 

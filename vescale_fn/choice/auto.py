@@ -23,6 +23,7 @@ from ..plan.jit import Jitted
 from .agreed import agreed, met_on
 from .auto_arguments import budgeted, donated, given_specs, on_meshes
 from .choice import ChosenLayout
+from .in_parts import best_in_parts
 from .price_arguments import laid_out
 from .recording import Recording, record
 from .search.search import search
@@ -43,6 +44,7 @@ def auto(
     others: Mapping[str, Any] | None = None,
     donate_argnums: int | Sequence[int] = (),
     candidates: int = 6,
+    microbatches: int | Sequence[int] | None = None,
     seconds: float = 60.0,
 ) -> ChosenLayout:
     """The layout in which a step takes least time, by prediction: how its arguments lie, and how each of its calls is split.
@@ -67,6 +69,8 @@ def auto(
             calls as the rules vote, is priced, too, so that the answer is never worse than these.
         donate_argnums: arguments, by position, whose memory a call may use up; ``choice.jit()`` passes it to `jit`.
         candidates: how many layouts are priced.
+        microbatches: numbers of parts to choose from, in which the step may compute its batch, ``(1, 2, 4)``: it takes the
+            number as ``microbatches=``, for `vfn.optim.microbatches`, say. Each is recorded, searched and priced by itself.
         seconds: the most that one solution of the integer program may take.
 
     Returns:
@@ -89,8 +93,9 @@ def auto(
     [('down$', P('tp')), ('up$', P(None, 'tp'))]
     """
     how = dict(memory=memory, hardware=hardware, fixed=fixed, others=others, donate_argnums=donate_argnums)
-    choose = functools.partial(_chosen, step, args, mesh, candidates=candidates, seconds=seconds, **how)
-    return agreed(met_on(mesh, args), getattr(step, "__name__", type(step).__name__), choose)
+    choose = functools.partial(_chosen, args=args, mesh=mesh, candidates=candidates, seconds=seconds, **how)
+    of = functools.partial(best_in_parts, step, microbatches, choose)
+    return agreed(met_on(mesh, args), getattr(step, "__name__", type(step).__name__), of)
 
 
 def _chosen(
@@ -108,7 +113,7 @@ def _chosen(
     """What this process chooses."""
     checked_function(step, "auto")
     highs()
-    if isinstance(step, Jitted):
+    if isinstance(getattr(step, "func", step), Jitted):
         raise TransformError(report("auto", "the step is jitted already", fix="the function itself, and choice.jit()"))
     donate = donated(donate_argnums, len(args))
     meshes, found = on_meshes(mesh, args, hardware)

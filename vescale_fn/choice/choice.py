@@ -52,7 +52,14 @@ class ChosenLayout:
         again: searches once more, on a mesh, with the specs of some placeholders, by number, given: a layout with its
             ``seconds``, ``compute`` and ``bytes`` as predicted.
         donated: the arguments by position whose memory a call may use up.
+
+    Attributes:
+        microbatches: in how many parts the step computes its batch, where that was chosen, too.
+        in_other_parts: the best layouts of other numbers of parts, the best first.
     """
+
+    microbatches: int | None = None
+    in_other_parts: tuple[ChosenLayout, ...] = ()
 
     def __init__(
         self,
@@ -122,12 +129,14 @@ class ChosenLayout:
 
     @property
     def others(self) -> tuple[ChosenLayout, ...]:
-        """The next best ones."""
-        return tuple(self.of([one]) for one in self.ranked[1:])
+        """The next best ones; and the best ones of other numbers of `microbatches`."""
+        return (*(self.of([one]) for one in self.ranked[1:]), *self.in_other_parts)
 
     def of(self, ranked: Sequence[Verified]) -> ChosenLayout:
         """A choice of other layouts of the step, the best first."""
-        return ChosenLayout(self.recorded, ranked, self.hardware, self.budget, self._again, self.donated)
+        found = ChosenLayout(self.recorded, ranked, self.hardware, self.budget, self._again, self.donated)
+        found.microbatches = self.microbatches
+        return found
 
     def compare(self, *specs: Any, mesh: Mapping[str, int] | None = None, **named: Any) -> Prices:
         """What the step costs as it is written, its arguments in other layouts, beside this choice.
@@ -238,6 +247,7 @@ class ChosenLayout:
             f"predicted {_time(best.seconds)} (compute {_time(best.compute)}, exposed communication {_time(best.exposed)}), "
             f"peak {bytes_text(best.peak)}{budget}"
         )
+        head += f", in {self.microbatches} parts" if self.microbatches is not None else ""
         head += f"\n  {told}" if (told := self.ranked[0].held) else ""
         lines = [head, *(f"  {pattern!r:<32} {spec!r}" for pattern, spec in self.rules())]
         if len(self.ranked) > 1:
@@ -250,6 +260,10 @@ class ChosenLayout:
                 f"{_signed(cost.exposed - best.exposed)}), peak {bytes_text(cost.peak)}{over}: {self._why(one)}"
                 f"{f'; {one.held}' if one.held else ''}"
             )
+        lines += ["the best of other numbers of parts:"] if self.in_other_parts else []
+        for other in self.in_other_parts:
+            took, needs = _signed(other.predicted.seconds - best.seconds), bytes_text(other.predicted.peak)
+            lines.append(f"  {took}, peak {needs}: {other.microbatches} on {mesh_text(other.layouts.mesh)}")
         return "\n".join(lines)
 
     def _why(self, other: Verified) -> str:

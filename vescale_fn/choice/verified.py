@@ -214,9 +214,10 @@ def specs_of(recorded: Recording, layouts: Layouts) -> tuple[Any, ...]:
     return tree.unflatten(treedef, [lies.get(i, P()) for i in range(len(leaves))])
 
 
-def _does_not_fit(recorded: Recording, found: Sequence[Verified], memory: float | None) -> SpecError:
+def _does_not_fit(recorded: Recording, found: Sequence[Verified], memory: float | None) -> NothingFits:
     least = min((one.price.peak for one in found), default=0)
     what = f"no plan of {recorded.name} that was found needs as little as {bytes_text(int(memory or 0))}"
     over = f"the least needs {bytes_text(least)}, {bytes_text(int(least - (memory or 0)))} more"
     held = "to compute values again, as jit(memory=...) does it, did not save as much in those that were tried"
-    return SpecError(report("auto", what, [over, held], f"memory={bytes_text(least)!r}, more ranks, a smaller batch"))
+    fix = f"memory={bytes_text(least)!r}, more ranks, or microbatches=, so that there is a part of the batch at a time"
+    return NothingFits(report("auto", what, [over, held], fix))
