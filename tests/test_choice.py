@@ -282,21 +282,22 @@ def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):
     whole = replace(
         best, inputs=tuple(x and P() for x in best.inputs), calls={}, outputs=tuple(x and P() for x in best.outputs)
     )
-    split, budget, bounds = SimpleNamespace(layouts=best), choice.predicted.peak, []
+    split, budget, bounds = SimpleNamespace(layouts=best, bytes=1 << 40), choice.predicted.peak, []
 
     def solve(memory):
-        """Nothing within the budget by its own prediction, then what is too large, then what fits."""
+        """What is too large without a bound, nothing within the budget by its own prediction, then that again, then what fits."""
         bounds.append(memory)
-        if len(bounds) == 1:
+        if len(bounds) == 2:
             raise NothingFits("nothing fits")
-        return [SimpleNamespace(layouts=whole) if len(bounds) == 2 else split]
+        return [split if len(bounds) > 3 else SimpleNamespace(layouts=whole, bytes=1 << 40)]
 
     found = verified(recorded, hardware, budget, solve)
     assert [one.fits for one in found] == [True, False]
     assert found[0].layouts is best
-    assert bounds[0] == budget < bounds[1]
-    assert bounds[2] == pytest.approx(bounds[1] * budget / found[1].price.peak)
-    with pytest.raises(vfn.errors.SpecError, match="no plan of trained that was found needs as little as 1.00 MiB"):
+    assert bounds[0] is None
+    assert bounds[1] == budget < bounds[2]
+    assert bounds[3] == pytest.approx(bounds[2] * budget / found[1].price.peak)
+    with pytest.raises(NothingFits, match="no plan of trained that was found needs as little as 1.00 MiB"):
         verified(recorded, hardware, 1 << 20, lambda memory: [split])
 
 
