@@ -24,7 +24,7 @@ from vescale_fn.choice.search.program import program
 from vescale_fn.choice.search.search import best, replaced, search
 from vescale_fn.choice.search.shapes import mesh_shapes, searched
 from vescale_fn.choice.search.structure import structure
-from vescale_fn.hardware.links import Protocol
+from vescale_fn.hardware.links import Link, Protocol
 from vescale_fn.recipes import llama
 
 SIZES = 32, 64, 96, 128, 4096
@@ -205,7 +205,7 @@ def test_it_finds_the_pair_of_megatron_and_the_vocabulary() -> None:
 def test_parameters_are_split_where_memory_binds_and_not_where_it_does_not() -> None:
     recording = a_llama(16, 4096)
     quick = vfn.hardware.h100()
-    slow = replace(quick, links=(replace(quick.links[0], protocols=(Protocol(1e-5, 1e-6, 1e10),)),))
+    slow = replace(quick, links=(Link(8, (Protocol(1e-5, 1e-6, 1e10),)),))
     hidden = search(recording, {"dp": 8}, quick, candidates=1)[0]  # gathers hide, and each rank updates a part
     assert placed(recording, hidden, "['blocks'][0]['mlp']['up']") == P("dp")
     hardware = slow
@@ -236,7 +236,7 @@ def a_pair():
 
 def test_nothing_crosses_a_slow_axis_and_what_is_fixed_stays() -> None:
     recording, quick = a_pair(), vfn.hardware.h100(2)
-    slow = replace(quick, links=(quick.links[0], replace(quick.links[1], protocols=(Protocol(10.0, 1.0, 1.0),))))
+    slow = replace(quick, links=(quick.links[0], Link(16, (Protocol(10.0, 1.0, 1.0),))))
     axes = {"slow": 2, "tp": 8}
     found = search(recording, axes, slow, candidates=1)[0]
     assert "slow" not in str(found.layouts.inputs[:2])

@@ -68,7 +68,7 @@ def price(
     >>> w, x = vfn.ShapeDtype((8192, 8192), torch.bfloat16), vfn.ShapeDtype((65536, 8192), torch.bfloat16)
     >>> price = vfn.price(step, w, x, specs=(P(), P("dp")), mesh={"dp": 64})
     >>> price.bytes, price.calls, price.peak
-    ({'dp': 134217728}, {'dp': 1}, 419430400)
+    ({'dp': 134217728}, {'dp': 1}, 301989888)
     """
     checked_function(step, "price")
     on, device = meshed(mesh, args)

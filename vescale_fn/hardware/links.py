@@ -17,7 +17,7 @@ KINDS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "permute"),
     *("send", "receive"),
 )
-_TREE = 0.9  # of a ring's bandwidth
+_TREE = 0.93  # of the bandwidth of its links
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Hop(NamedTuple):
     below: int
     above: int
     protocol: Protocol
+    inside: bool  # a node
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,15 +90,15 @@ def seconds(kind: str, nbytes: float, mesh: Mapping[str, int], axes: Sequence[st
     count = math.prod(mesh[axis] for axis in axes)
     if count == 1:
         return 0.0
-    ways = [list[Hop]() for _ in links[0].of(kind)]
-    below = count
+    hops, below = list[Hop](), count
+    ways: Sequence[Protocol] = ()
     for link in links:
         above = units(sizes, tuple(axes), link.ranks)
         if above < below:
-            for way, protocol in zip(ways, itertools.cycle(link.of(kind))):
-                way.append(Hop(below, above, protocol))
+            ways = link.of(kind)
+            hops.append(Hop(below, above, _quickest(ways), link is links[0]))
         below = above
-    return min(_over(kind, nbytes, count, hops) for hops in ways)
+    return min(_over(kind, nbytes, count, [*hops[:-1], hops[-1]._replace(protocol=way)]) for way in ways)
 
 
 def steps_and_bytes(kind: str, nbytes: float, count: int) -> tuple[float, float]:
@@ -117,6 +118,11 @@ def steps_and_bytes(kind: str, nbytes: float, count: int) -> tuple[float, float]
             return count - 1, nbytes
 
 
+def _quickest(ways: Sequence[Protocol]) -> Protocol:
+    """How values go within nodes while others go between them, by whichever of its ways: as soon, and as fast, as they can."""
+    return Protocol(min(way.start for way in ways), min(way.step for way in ways), max(way.bytes for way in ways))
+
+
 def _over(kind: str, nbytes: float, count: int, hops: Sequence[Hop]) -> float:
     start = max(hop.protocol.start for hop in hops)
     steps = sum((hop.below - hop.above) * hop.protocol.step for hop in hops)
@@ -126,7 +132,7 @@ def _over(kind: str, nbytes: float, count: int, hops: Sequence[Hop]) -> float:
     match kind:
         case "all_reduce":
             ring = 2 * steps + 2 * part * nbytes / bandwidth
-            tree = 2 * _depth(hops) + 2 * nbytes / (_TREE * bandwidth)
+            tree = 2 * _depth(hops) + nbytes * max(_on_tree(hop, count) for hop in hops) / _TREE
             return start + min(ring, tree)
         case "all_gather":
             return start + steps + (count - 1) * nbytes / bandwidth
@@ -141,8 +147,19 @@ def _over(kind: str, nbytes: float, count: int, hops: Sequence[Hop]) -> float:
             return start + steps + nbytes / bandwidth
 
 
+def _on_tree(hop: Hop, count: int) -> float:
+    """The seconds of each byte that a tree sums up over a link. Within a node each rank sums a part. Of two nodes each sends
+    all, and of more, most send to two, each by as many NICs as it has ranks in the group."""
+    if hop.inside:
+        k = hop.below / hop.above
+        return 2 * (k - 1) / k / hop.protocol.bytes
+    return (1 if hop.below == 2 else 2) / (hop.protocol.bytes * count / hop.below)
+
+
 def _depth(hops: Sequence[Hop]) -> float:
     """The time of the steps from the leaves of a tree to its root: chains in a node, a tree of nodes."""
-    inner, *outer = hops
-    chain = (math.ceil(inner.below / inner.above) - 1) * inner.protocol.step
-    return chain + sum(math.ceil(math.log2(hop.below / hop.above)) * hop.protocol.step for hop in outer)
+    return sum(
+        (math.ceil(hop.below / hop.above) - 1 if hop.inside else math.ceil(math.log2(hop.below / hop.above)))
+        * hop.protocol.step
+        for hop in hops
+    )
