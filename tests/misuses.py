@@ -2542,10 +2542,31 @@ def a_price_without_a_mesh(mesh):
 @misuse
 def a_price_of_fewer_specs_than_arguments(mesh):
     """SpecError
-    price: specs has 1 entries for 2 arguments
+    price: specs= is a tuple of 1 for 2 arguments
       Instead: one for each, None for those as they are; or one P for all
     """
     vfn.price(torch.add, SHAPE, SHAPE, specs=(P(),), mesh={"dp": 4})
+
+
+@misuse
+def a_price_of_specs_that_do_not_fit(mesh):
+    """SpecError
+    price: the specs do not fit on the mesh (dp=4)
+      * args[0] is f32[9,7], its spec P('tp', None, 'dp'): axis 'tp' (dim 0) is not an axis of the mesh (dp=4)
+      * args[0] is f32[9,7], its spec P('tp', None, 'dp'): it has 3 entries, but the value has 2 dims
+      Instead: the axes of the mesh, each at most once, at most one entry a dim
+    """
+    vfn.price(torch.relu, SHAPE, specs=(P("tp", None, "dp"),), mesh={"dp": 4})
+
+
+@misuse
+def a_price_of_a_step_that_reads_values(mesh):
+    """TransformError
+    price: <lambda> cannot be recorded
+      * a value is read in Python, at misuses.py: `vfn.price(lambda x: x * x.sum().item(), SHAPE, mesh={"dp": 4})`
+      Instead: torch.where for `if`, tensors for numbers; what cannot be recorded, outside of the step
+    """
+    vfn.price(lambda x: x * x.sum().item(), SHAPE, mesh={"dp": 4})
 
 
 @misuse
@@ -2630,6 +2651,33 @@ def a_choice_among_others_than_are_fixed(mesh):
       * args[0]: P('dp'), and fixed as P()
     """
     vfn.auto(torch.relu, SHAPE, mesh={"dp": 3}, fixed=P(), others={"rows": P("dp")})
+
+
+@misuse
+def a_choice_among_a_step_without_specs(mesh):
+    """SpecError
+    auto: others['mine'] is a tuple of 1, a step the first
+      Instead: specs, as for vfn.price; (step, specs), a step that states its layout itself; or (step, specs, mesh)
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 3}, others={"mine": (torch.relu,)})
+
+
+@misuse
+def a_choice_among_others_that_fit_on_no_mesh(mesh):
+    """SpecError
+    auto: others['mine']: the specs do not fit on the mesh (dp=3)
+      * args[0] is f32[9,7], its spec P('tp'): axis 'tp' (dim 0) is not an axis of the mesh (dp=3)
+      Instead: the axes of the mesh, each at most once, at most one entry a dim
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 3}, others={"mine": (torch.relu, (P("tp"),))})
+
+
+@misuse
+def a_choice_among_nothing(mesh):
+    """SpecError
+    auto: candidates=0 and no others= leave nothing to choose from
+    """
+    vfn.auto(torch.relu, SHAPE, mesh={"dp": 4}, candidates=0)
 
 
 @misuse

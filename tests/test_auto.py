@@ -11,7 +11,8 @@ from whole import some
 import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn.choice.search.search import NothingFits
-from vescale_fn.recipes import gpt, llama
+from vescale_fn.recipes import gpt, llama, models, rows
+from vescale_fn.recipes.parallel import ONE_DEVICE
 
 S = vfn.ShapeDtype
 
@@ -55,9 +56,11 @@ def test_a_chosen_training_step_computes_what_one_device_does(model, axes) -> No
 
 def test_it_is_never_worse_than_layouts_that_are_given(monkeypatch) -> None:
     given = {"megatron": MEGATRON, "whole": (P(), P("dp"))}
+    own = {"own": (pair, (P("dp"), P("dp")), {"dp": 8})}
     choice = vfn.auto(
-        pair, *PAIR, mesh={"dp": 2, "tp": 4}, hardware="h100", candidates=2, others=given, donate_argnums=0
+        pair, *PAIR, mesh={"dp": 2, "tp": 4}, hardware="h100", candidates=2, others=given | own, donate_argnums=0
     )
+    assert "own, the step that was given" in repr(choice)
     prices = [vfn.price(pair, *PAIR, specs=one, mesh={"dp": 2, "tp": 4}, donate_argnums=0) for one in given.values()]
     assert choice.predicted.seconds <= min(one.seconds for one in prices) * (1 + 1e-9)
     assert "megatron, as the rules vote" in repr(choice)
@@ -78,6 +81,45 @@ def test_it_is_never_worse_than_layouts_that_are_given(monkeypatch) -> None:
         small = {"up": S((4096, 16384), torch.float32)}
         with pytest.raises(vfn.errors.SpecError, match="of other arguments"):
             choice.jit()(small, PAIR[1])
+
+
+def test_a_row_of_the_recipes_is_priced_and_carried_out_as_it_is_written() -> None:
+    config, optimizer = llama.Config(vocab=32, dim=16, heads=4, groups=4, layers=1, hidden=32), vfn.optim.adamw(1e-2)
+
+    def make(layout, specs):
+        return rows.training(llama, models.laid_out(config, layout), optimizer, specs)
+
+    params = llama.init(vfn.random.key(0), config, torch.float64)
+    args = params, optimizer.init(params), models.random_batch(vfn.random.key(1), config, 4, 8)
+    step, on = make(ONE_DEVICE, None), [{"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}]
+    given = rows.rows(make, args, llama.NAMES, optimizer, on, ["zero1+tp+sp", "dp+cp"])
+    name, slower = "zero1+tp+sp on dp=2, tp=2", "dp+cp on dp=2, cp=2"
+    assert list(given) == [name, slower]
+    choice = vfn.auto(step, *args, candidates=0, others=given, hardware=SLOW, donate_argnums=(0, 1))
+    for one, (own, specs, sizes) in zip((choice, *choice.others), given.values(), strict=True):
+        price = vfn.price(own, *args, specs=specs, mesh=sizes, hardware=SLOW, donate_argnums=(0, 1))
+        assert (one.predicted.seconds, one.predicted.bytes) == (price.seconds, price.bytes)
+        assert one.layouts.mesh == sizes
+        assert one.moves == []
+    assert f": {name}, the step that was given: predicted" in repr(choice)
+    assert f": {slower}, the step that was given" in repr(choice)
+    want = step(*args)
+    with vfn.simulate(4):
+        mesh, fast = choice.mesh(), choice.jit()
+        by_rules = vfn.shard(params, mesh, vfn.spec_from_rules(params, choice.rules()))
+        lie = (
+            by_rules,
+            *vfn.shard(args[1:2], mesh, choice.specs[1:2]),
+            args[2],
+        )  # plain ones are laid out as they come in
+        with vfn.use_mesh(mesh), vfn.comm_log() as log:
+            got = fast(*lie)
+        sent = {axes: log.bytes(axis=tuple(axes.split(","))) for axes in choice.predicted.bytes}
+        assert sent == choice.predicted.bytes
+        for a, b in zip(vfn.tree.leaves(want), vfn.tree.leaves(got), strict=True):
+            torch.testing.assert_close(vfn.unshard(b), a, rtol=1e-9, atol=1e-9)
+        with pytest.raises(vfn.errors.MeshError, match="the layout is of a mesh"):
+            choice.jit(vfn.make_mesh((4,), ("dp",)))(*args)
 
 
 def test_specs_that_are_given_stay_and_choose_the_mesh() -> None:

@@ -493,7 +493,7 @@ factor, settings = torch.tensor(2.0), {"scale": torch.tensor(3.0), "n": 2}
 
 
 def _helper(x):
-    return x * factor
+    return x * factor if "torch" in sys.modules else x
 
 
 def test_what_a_function_closes_over_is_noticed_when_it_changes(monkeypatch):
@@ -505,6 +505,7 @@ def test_what_a_function_closes_over_is_noticed_when_it_changes(monkeypatch):
     g, x = vfn.jit(f), torch.ones(2)
     assert torch.equal(g(x), f(x))
     factor.add_(1)  # the plan holds the tensor, not its value
+    monkeypatch.setitem(sys.modules, "imported_since", sys)
     assert torch.equal(g(x), f(x))
     assert g.cache_info().records == 1
     changes = [

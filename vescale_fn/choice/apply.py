@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -150,22 +150,11 @@ class Applied:
         ):
             what = "arguments require gradients, which a recorded step does not follow"
             raise TransformError(report("choice", what, asking, "vfn.grad in the step; or x.detach()"))
-        return self._mesh_for(leaves)
+        return mesh_for(self.layouts.mesh, self._mesh, leaves)
 
     def _other(self, wrong: Sequence[str]) -> SpecError:
         what = f"the layout was chosen for {self.recorded.name} of other arguments"
         return SpecError(report("choice", what, wrong, _RECORD))
-
-    def _mesh_for(self, leaves: Sequence[Any]) -> Any:
-        own = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
-        mesh = self._mesh or own or context.current_mesh()
-        wanted = mesh_text(self.layouts.mesh)
-        if mesh is None:
-            raise MeshError(report("choice", f"there is no mesh to run on: the layout is of a {wanted}"))
-        if list(axes_of(mesh).items()) != list(self.layouts.mesh.items()):
-            what = f"the layout is of a {wanted}, the mesh is a {mesh_text(axes_of(mesh))}"
-            raise MeshError(report("choice", what, fix="a choice for this mesh"))
-        return mesh
 
     def _inputs(self, leaves: Sequence[Any], mesh: Any) -> list[Any]:
         """What each placeholder stands for, laid out."""
@@ -221,6 +210,19 @@ class Applied:
                 x = place(x, mesh, normal(spec, self.layouts.mesh, x.shape), "a result of the step")
             found.append(x)
         return found
+
+
+def mesh_for(axes: Mapping[str, int], mesh: Any, leaves: Sequence[Any]) -> Any:
+    """The mesh that a call runs on: the one that is given, that of its arguments, or the current one; of these axes."""
+    own = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
+    mesh = mesh or own or context.current_mesh()
+    wanted = mesh_text(axes)
+    if mesh is None:
+        raise MeshError(report("choice", f"there is no mesh to run on: the layout is of a {wanted}"))
+    if list(axes_of(mesh).items()) != list(axes.items()):
+        what = f"the layout is of a {wanted}, the mesh is a {mesh_text(axes_of(mesh))}"
+        raise MeshError(report("choice", what, fix="a choice for this mesh"))
+    return mesh
 
 
 def _plain(x: Any) -> torch.Tensor:

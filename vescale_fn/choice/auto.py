@@ -6,30 +6,26 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from .._core import torch_internals
-from .._core.base import tree
 from .._core.base.errors import SpecError, TransformError
 from .._core.base.front_door import public
 from .._core.base.messages import mesh_text, report
 from .._core.base.user_calls import checked_function
 from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.sharding.index_map import axes_of
-from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
 from ..hardware import Hardware
 from ..plan.jit import Jitted
 from .agreed import agreed, met_on
 from .auto_arguments import budgeted, donated, given_specs, on_meshes
 from .choice import ChosenLayout
+from .given import given, own_meshes
 from .in_parts import best_in_parts
-from .price_arguments import laid_out
 from .recording import Recording, record
 from .search.search import search
 from .search.shapes import searched
 from .search.solver import highs
-from .verified import Verified, stated, verified
+from .verified import verified
 
 
 @torch_internals.not_compiled
@@ -65,10 +61,11 @@ def auto(
         hardware: as for `price`.
         fixed: specs that are given: a `P` for all arguments; or a tuple with a `P`, a prefix tree, or rules (which need not
             match all leaves) for each, None for what is free. Meshes on which they do not fit are left out.
-        others: layouts of the arguments by name, each as `specs` of `price`: the step with its arguments laid out so, and its
-            calls as the rules vote, is priced, too, so that the answer is never worse than these.
+        others: layouts by name that are priced, too, so that the answer is never worse than these. Each is `specs` as of
+            `price`, of the step with its arguments laid out so and its calls as the rules vote; or ``(step, specs)``, a step
+            of the same arguments and results that states its layout itself; or ``(step, specs, mesh)``, on a mesh of its own.
         donate_argnums: arguments, by position, whose memory a call may use up; ``choice.jit()`` passes it to `jit`.
-        candidates: how many layouts are priced.
+        candidates: how many layouts that the search finds are priced. With 0 it chooses among the `others` alone.
         microbatches: numbers of parts to choose from, in which the step may compute its batch, ``(1, 2, 4)``: it takes the
             number as ``microbatches=``, for `vfn.optim.microbatches`, say. Each is recorded, searched and priced by itself.
         seconds: the most that one solution of the integer program may take.
@@ -112,72 +109,40 @@ def _chosen(
 ) -> ChosenLayout:
     """What this process chooses."""
     checked_function(step, "auto")
-    highs()
+    if candidates:
+        highs()
     if isinstance(getattr(step, "func", step), Jitted):
         raise TransformError(report("auto", "the step is jitted already", fix="the function itself, and choice.jit()"))
     donate = donated(donate_argnums, len(args))
+    others = others or {}
+    if not (candidates or others):
+        raise SpecError(report("auto", "candidates=0 and no others= leave nothing to choose from"))
+    if mesh is None and not candidates:
+        mesh = own_meshes(others) or None
     meshes, found = on_meshes(mesh, args, hardware)
     budget = budgeted(memory, found)
     recorded = record(step, *args)
     free = [(on, given_specs(recorded, fixed, on)) for on in meshes]
-    usable = {on: given for on, (given, wrong) in free if not wrong}
+    usable = {on: specs for on, (specs, wrong) in free if not wrong}
     if not usable:
-        on, (_, wrong) = free[0]
-        what = f"fixed= does not fit on the {mesh_text(axes_of(on))}"
-        raise SpecError(report("auto", what, wrong, "the axes of the mesh, each at most once, at most one entry a dim"))
-    given = next(iter(usable.values()))
+        _fixed(recorded, fixed, free[0][0])
+    stays = next(iter(usable.values()))
     solve = functools.partial(
-        searched, recorded, [axes_of(on) for on in usable], found, fixed=given, candidates=candidates, seconds=seconds
+        searched, recorded, [axes_of(on) for on in usable], found, fixed=stays, candidates=candidates, seconds=seconds
     )
-    rows = _others(recorded, args, others or {}, usable, found, budget, donate)
-    ranked = verified(recorded, found, budget, solve, donate=donate, others=rows)
+    rows = given(recorded, args, others, list(usable), lambda on: _fixed(recorded, fixed, on), found, budget, donate)
+    ranked = verified(recorded, found, budget, solve, 5 if candidates else 0, donate, rows)
 
     def again(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
-        return search(recorded, on, found, budget, {**given, **more}, 1, seconds=seconds)[0]
+        return search(recorded, on, found, budget, {**stays, **more}, 1, seconds=seconds)[0]
 
     return ChosenLayout(recorded, ranked, found, budget, again, donate)
 
 
-def _others(
-    recorded: Recording,
-    args: tuple[Any, ...],
-    others: Mapping[str, Any],
-    meshes: Mapping[AbstractMesh, Mapping[int, P]],
-    hardware: Hardware,
-    memory: float | None,
-    donate: Sequence[int],
-) -> list[Verified]:
-    """The layouts that were given, each on all meshes on which it fits, with the specs that are fixed there, priced."""
-    found = list[Verified]()
-    for name, specs in others.items():
-        failure: SpecError | None = None
-        rows = list[Verified]()
-        for mesh, fixed in meshes.items():
-            try:
-                lie = _inputs(recorded, laid_out(args, specs, mesh, "auto"))
-            except SpecError as error:
-                failure = failure or error
-                continue
-            if wrong := [
-                f"{recorded.paths[n]}: {lie[n]!r}, and fixed as {spec!r}"
-                for n, spec in fixed.items()
-                if _normal(lie[n], n, recorded, mesh) != _normal(spec, n, recorded, mesh)
-            ]:
-                raise SpecError(report("auto", f"others[{name!r}] lies otherwise than fixed=", wrong))
-            rows.append(stated(recorded, lie, axes_of(mesh), hardware, memory, donate, name))
-        if not rows and failure is not None:
-            raise failure
-        found += rows
+def _fixed(recorded: Recording, fixed: Any, mesh: AbstractMesh) -> dict[int, P]:
+    """The specs that are given, by placeholder; or raise where they do not fit on this mesh."""
+    found, wrong = given_specs(recorded, fixed, mesh)
+    if wrong:
+        what = f"fixed= does not fit on the {mesh_text(axes_of(mesh))}"
+        raise SpecError(report("auto", what, wrong, "the axes of the mesh, each at most once, at most one entry a dim"))
     return found
-
-
-def _inputs(recorded: Recording, laid: Any) -> list[P | None]:
-    """How each placeholder lies, of arguments on a mesh; constants whole."""
-    leaves = tree.leaves(laid)
-    of = [P() if at is None else getattr(leaves[at], "spec", None) for at in recorded.leaves]
-    is_tensor = [isinstance(node.meta.get("val"), torch.Tensor) for node in recorded.placeholders]
-    return [spec if tensor else None for spec, tensor in zip(of, is_tensor)]
-
-
-def _normal(spec: P | None, n: int, recorded: Recording, mesh: AbstractMesh) -> P:
-    return normal(spec or P(), axes_of(mesh), recorded.placeholders[n].meta["val"].shape)

@@ -68,7 +68,7 @@ def given_specs(recorded: Recording, fixed: Any, mesh: AbstractMesh) -> tuple[di
     if isinstance(fixed, P) or not isinstance(fixed, tuple):
         entries = tuple(None if isinstance(x, int | float | str) else fixed for x in args)
     if len(entries) != len(args):
-        what = f"fixed= has {len(entries)} entries for {len(args)} arguments"
+        what = f"fixed= is a tuple of {len(entries)} for {len(args)} argument{'s' * (len(args) != 1)}"
         raise SpecError(report("auto", what, fix="one for each, None for those that are free"))
     specs = [spec for n, (x, one) in enumerate(zip(args, entries)) for spec in _of_argument(x, one, n)]
     found, wrong = dict[int, P](), list[str]()

@@ -28,6 +28,7 @@ from ..plan.jit import Jitted, jit
 from .agreed import check
 from .apply import applied
 from .apply_calls import operands, results
+from .given import as_given
 from .moves import MoveToWrite, moves
 from .price import price
 from .price_drawing import side_by_side
@@ -98,11 +99,14 @@ class ChosenLayout:
 
     @property
     def moves(self) -> list[MoveToWrite]:
-        """Where the step is to say ``with_sharding``, so that it runs as chosen without this choice, from the first line on."""
-        return moves(self.recorded, self.layouts)
+        """Where the step is to say ``with_sharding``, so that it runs as chosen without this choice, from the first line on;
+        nowhere, where one is chosen that was given and says so itself."""
+        return [] if self.ranked[0].step is not None else moves(self.recorded, self.layouts)
 
     def applied(self, mesh: Any = None) -> Callable[..., Any]:
         """The step in this layout as a function, to be run eagerly; on the mesh of its arguments, where none is given."""
+        if (step := self.ranked[0].step) is not None:
+            return as_given(step, self.specs, self.layouts.mesh, mesh)
         return applied(self.recorded, self.layouts, mesh)
 
     def jit(self, mesh: Any = None, **how: Any) -> Jitted[..., Any]:
@@ -191,7 +195,7 @@ class ChosenLayout:
         """What arguments that are alike could be split by, and what it would cost."""
         axes, first = dict(self.layouts.mesh), same[0]
         x = value(self.recorded.placeholders[first])
-        chosen = self.layouts.inputs[first] or P()
+        chosen = P(*(self.layouts.inputs[first] or ()))
         yield f"{_names([paths[n] for n in same])}: {type_text(x.shape, x.dtype, chosen)}, {_share(x, axes, chosen)} a rank"
         lines = {user.meta.get("line") or "?": None for n in same for user in self.recorded.placeholders[n].users}
         for line in list(lines)[:4]:
@@ -232,7 +236,8 @@ class ChosenLayout:
     def _call_text(self, node: fx.Node) -> str:
         stated = self.layouts.calls.get(node.name)
         if stated is None:
-            return f"{name_of(node) or node.name}: as the rules vote"
+            how = "as the rules vote" if self.ranked[0].step is None else "as the step that was given states"
+            return f"{name_of(node) or node.name}: {how}"
         ins = ", ".join(type_text(value(x).shape, value(x).dtype, spec) for x, spec in zip(operands(node), stated.ins))
         outs = ", ".join(type_text(x.shape, x.dtype, spec) for x, spec in zip(results(node), stated.outs))
         return f"{name_of(node) or 'part'}({ins}) -> {outs}"
@@ -241,7 +246,7 @@ class ChosenLayout:
 
     def __repr__(self) -> str:
         best, budget = self.predicted, "" if self.budget is None else f" of {bytes_text(int(self.budget))}"
-        named = f": {self.ranked[0].name}, as the rules vote" if self.ranked[0].name else ""
+        named = f": {_given_as(self.ranked[0])}" if self.ranked[0].name else ""
         head = (
             f"{self.recorded.name} on {mesh_text(self.layouts.mesh)}, {self.hardware.name}{named}: "
             f"predicted {_time(best.seconds)} (compute {_time(best.compute)}, exposed communication {_time(best.exposed)}), "
@@ -269,7 +274,7 @@ class ChosenLayout:
     def _why(self, other: Verified) -> str:
         """In what another layout differs."""
         if other.name:
-            return f"{other.name}, as the rules vote"
+            return _given_as(other)
         if dict(other.layouts.mesh) != dict(self.layouts.mesh):
             return mesh_text(other.layouts.mesh)
         kinds: dict[tuple[Any, ...], None] = {}
@@ -285,6 +290,11 @@ class ChosenLayout:
     def _repr_html_(self) -> str:
         prices = [replace(one.price, name=f"{i + 1}") for i, one in enumerate(self.ranked[:_SHOWN])]
         return side_by_side(prices, repr(self))
+
+
+def _given_as(one: Verified) -> str:
+    """What a layout that was given is called."""
+    return f"{one.name}, {'as the rules vote' if one.step is None else 'the step that was given'}"
 
 
 def _dotted(x: Any) -> list[str]:

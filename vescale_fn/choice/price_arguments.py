@@ -73,7 +73,7 @@ def laid_out(args: tuple[Any, ...], specs: Any, mesh: AbstractMesh, where: str =
     if not isinstance(specs, tuple) or isinstance(specs, P):
         specs = tuple(None if isinstance(x, int | float | str) else specs for x in args)
     if len(specs) != len(args):
-        what = f"specs has {len(specs)} entries for {len(args)} arguments"
+        what = f"specs= is a tuple of {len(specs)} for {len(args)} argument{'s' * (len(args) != 1)}"
         raise SpecError(report(where, what, fix="one for each, None for those as they are; or one P for all"))
     failures: list[str] = []
     found = tuple(_placed(x, spec, mesh, f"args[{i}]", failures, where) for i, (x, spec) in enumerate(zip(args, specs)))

@@ -39,6 +39,8 @@ class Verified:
         fits: whether a rank has the memory that it needs.
         name: of one that was given; "" of what the search found.
         memory: the bytes to which its plan is held (`jit`), where it would need more by itself.
+        step: that states its layout itself, of arguments that lie as `layouts` says; None: the recorded one, carried out in
+            `layouts`.
     """
 
     layouts: Layouts
@@ -47,6 +49,7 @@ class Verified:
     fits: bool
     name: str = ""
     memory: int | None = None
+    step: Callable[..., Any] | None = None
 
     @property
     def held(self) -> str:
@@ -75,7 +78,7 @@ def verified(
         hardware: that it is priced for.
         memory: the most bytes that a rank may need; None: any.
         solve: the search, of ``memory=`` alone: layouts with predicted ``seconds``.
-        rounds: how often it may search.
+        rounds: how often it may search; 0: only the others are ranked.
         donate: the arguments by position whose memory a call may use up.
         others: layouts with their prices that are ranked beside those of the search.
 
@@ -183,20 +186,25 @@ def _held_to(
 ) -> Verified | None:
     """A layout whose plan is held to some memory; None where no plan is found that is."""
     try:
-        cost = priced_as(recorded, one.layouts, hardware, donate, memory)
+        cost = priced_as(recorded, one.layouts, hardware, donate, memory, one.step)
     except (TransformError, SpecError):
         return None
     return replace(one, price=cost, fits=cost.peak <= memory, memory=memory)
 
 
 def priced_as(
-    recorded: Recording, layouts: Layouts, hardware: Hardware, donate: Sequence[int] = (), memory: int | None = None
+    recorded: Recording,
+    layouts: Layouts,
+    hardware: Hardware,
+    donate: Sequence[int] = (),
+    memory: int | None = None,
+    step: Callable[..., Any] | None = None,
 ) -> Price:
-    """What a step costs that is carried out in a layout; `memory`: as of `jit`."""
+    """What a step costs that is carried out in a layout, or one that states its own; `memory`: as of `jit`."""
     if any(isinstance(x, torch.Tensor) for x in tree.leaves(recorded.call.kwargs)):
         what = "tensors given by name have no place among specs"
         raise TransformError(report("auto", what, fix="all tensors by position"))
-    step = applied(recorded, layouts)
+    step = applied(recorded, layouts) if step is None else step
     given = functools.partial(step, **recorded.call.kwargs) if recorded.call.kwargs else step
     return price(
         jit(given, donate_argnums=tuple(donate), memory=memory),

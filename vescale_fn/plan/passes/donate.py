@@ -224,8 +224,8 @@ def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -
         result.target, result.args, result.kwargs = call
         places.writers[memory_aliases.Memory(target)] = used if place is used else result
         return
-    whole = result.args[0] if result.target is operator.getitem else None
-    if isinstance(whole, fx.Node) and used < whole and not changed:
+    whole = _unpacked(result)
+    if whole is not None and used < whole and not changed:
         found = buckets.written_into(whole, result.args[1], target)  # type: ignore[arg-type]
         if found is not None:
             whole.target, whole.args = found
@@ -238,6 +238,12 @@ def _write(graph: fx.Graph, places: _Places, target: fx.Node, result: fx.Node) -
     places.lie[copy] = places.lie[target]
     places.writers[memory_aliases.Memory(target)] = copy
     result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy and copy < user)
+
+
+def _unpacked(result: fx.Node) -> fx.Node | None:
+    """The call that gives a result as one of several, if ranks hold all of these alike: what it writes they hold so, too."""
+    whole = result.args[0] if result.target is operator.getitem else None
+    return whole if isinstance(whole, fx.Node) and all(held_alike(whole, part) for part in whole.users) else None
 
 
 def _earlier(places: _Places, target: fx.Node, used: fx.Node, result: fx.Node) -> Any:

@@ -116,7 +116,7 @@ class Captured:
                     self._attributes.add((id(value), word))
                     find = functools.partial(getattr, value, word, _MISSING)
                     self._add(f"{name}.{word}", find, depth, words=words)
-        if isinstance(value, ModuleType) or inspect.isclass(value):
+        if isinstance(value, ModuleType) or inspect.isclass(value) or value is sys.modules:  # which any import changes
             return
         if watch:
             self._names.append((name, look, value))
