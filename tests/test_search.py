@@ -124,11 +124,11 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
     axes = rng.choice([{"a": 4}, {"a": 2, "b": 2}, {"a": 8, "b": 2}] if two else [{"a": 2}, {"a": 4}])
     ties = replaced(recording) if rng.random() < 0.5 else {}
     made = program(structure(recording, ties), axes, vfn.hardware.h100(2))
-    ((_, seconds, peak, _),) = best(made, None)
+    ((_, seconds, peak, _, _),) = best(made, None)
     assert brute_force(made, seconds - CLOSE, None) is None
     memory = peak * rng.choice((0.98, 0.9, 0.7))
     try:
-        ((chosen, seconds, peak, _),) = best(made, memory)
+        ((chosen, seconds, peak, _, _),) = best(made, memory)
     except vfn.errors.VfnError:
         assert brute_force(made, math.inf, memory) is None
     else:
@@ -146,18 +146,19 @@ def test_what_is_offered_can_be_carried_out(name: str) -> None:
         recording = record(lambda params, data: one.f(params, data, None, None), *one.inputs())
     else:
         recording = record(lambda a: torch.zeros_like(a) + a, shape(4, 4))
-    made = program(recording, axes, vfn.hardware.h100(), {})
+    made = program(structure(recording, {}), axes, vfn.hardware.h100())
+    step = made.step
     lies = lambda d, layout, shape: normal(spec_of_dims(d.sizes, d.dims, layout, axes), axes, shape)
-    for call in (x for x in made.calls if x.rule is not None):
-        number = made.classes[call.node]
-        ins, outs = made.dims[number]
-        if view := made.through.get(number):
+    for call in (x for x in step.calls if x.rule is not None):
+        number = step.classes[call.node]
+        ins, outs = step.dims[number]
+        if view := step.through.get(number):
             every = [
                 ([x], [tuple(view.index(k) if k >= 0 else k for k in x)]) for x in options.layouts(ins[0].sizes, axes)
             ]
         else:
             whole_ = (options.NONE,) * len(axes)
-            every = [([x or whole_ for x in o.ins], o.outs) for o in made.sites[made.members[call.node]].options]
+            every = [([x or whole_ for x in o.ins], o.outs) for o in made.sites[step.number[number]].options]
         shapes = [None if o is None else tuple(o.shape) for o in call.outs]
         for given, makes in every:
             lying = [(lies(d, x, shape), shape) for d, x, shape in zip(ins, given, call.shapes, strict=True)]

@@ -22,9 +22,9 @@ from .choice import ChosenLayout
 from .given import given, own_meshes
 from .in_parts import best_in_parts
 from .recording import Recording, record
+from .search.highs import highs
 from .search.search import search
 from .search.shapes import searched
-from .search.solver import highs
 from .verified import verified
 
 
@@ -68,7 +68,7 @@ def auto(
         candidates: how many layouts that the search finds are priced. With 0 it chooses among the `others` alone.
         microbatches: numbers of parts to choose from, in which the step may compute its batch, ``(1, 2, 4)``: it takes the
             number as ``microbatches=``, for `vfn.optim.microbatches`, say. Each is recorded, searched and priced by itself.
-        seconds: the most that one solution of the integer program may take.
+        seconds: the most that a search may take, of all meshes and candidates together; what was found by then counts.
 
     Returns:
         A `ChosenLayout`; printing it shows a table. ``choice.specs`` says how the arguments lie, ``choice.rules()`` the same as

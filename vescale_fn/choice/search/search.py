@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +14,35 @@ from ..._core.base.messages import report
 from ...plan.ir.memory_use import bytes_text
 from .described import source
 from .held import HeldBytes, held
+from .highs import Deadline, OutOfTime
 from .layouts import CallLayout, Layouts
 from .moves import spec_of_dims
 from .options import Layout
 from .program import Program, program
-from .solver import Choices, OutOfTime
-from .structure import structure
+from .solver import Choices
+from .structure import Structure, structure
 
-_ROUNDS = 12  # moments at which memory is bounded, one after the other
+_SECONDS = 60.0  # that all solutions of a search have
+_MOMENTS = 6  # that are weighed to tell the least memory
 _OTHER = 0.01  # of the bytes of the arguments: what the next best layouts place differently at least
+
+
+class Best(NamedTuple):
+    """The choices that a search found.
+
+    Attributes:
+        chosen: of each site the number of its option.
+        seconds: what they take.
+        bytes: the most that a rank holds.
+        relaxed: whether the linear relaxation gave them, without a branch.
+        proven: whether there are no better ones.
+    """
+
+    chosen: list[int]
+    seconds: float
+    bytes: float
+    relaxed: bool
+    proven: bool
 
 
 class NothingFits(VfnError):
@@ -39,6 +59,7 @@ class FoundLayouts:
         compute: the part of it that calls take.
         bytes: the most that a rank holds.
         relaxed: whether the linear relaxation gave it, without a branch.
+        proven: whether there are no better ones, by prediction; time may have been too short to tell.
     """
 
     layouts: Layouts
@@ -46,6 +67,7 @@ class FoundLayouts:
     compute: float
     bytes: float
     relaxed: bool
+    proven: bool = True
 
 
 def search(
@@ -56,43 +78,53 @@ def search(
     fixed: Mapping[int, Any] | None = None,
     candidates: int = 6,
     ties: Mapping[int, int] | None = None,
-    seconds: float = 60.0,
+    seconds: float | Deadline = _SECONDS,
 ) -> list[FoundLayouts]:
     """The best layouts of a step, by prediction, the best first.
 
     Args:
-        recording: of the step.
+        recording: of the step, or its structure.
         mesh: axes with their sizes.
         hardware: what calls and collectives take.
         memory: bytes that a rank may hold; None: any.
         fixed: of inputs, by number, the specs that are given.
         candidates: how many layouts, which lie differently by at least a hundredth of the arguments' bytes.
         ties: of results, by number, the input that each replaces; None: found by shape, in order.
-        seconds: the most that a solution may take.
+        seconds: that all solutions have together, or until when. Where they end, what was found by then is the answer.
 
     Raises:
         NothingFits: in the memory.
-        VfnError: the solver found nothing in the time that it had.
+        OutOfTime: the solver found nothing in the time that it had.
     """
-    step = structure(recording, replaced(recording) if ties is None else ties)
+    step = recording if isinstance(recording, Structure) else structure_of(recording, ties)
     made = program(step, mesh, hardware, fixed)
-    return [_found(recording, made, *one) for one in best(made, memory, candidates, seconds)]
+    deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
+    return [_found(made, one) for one in best(made, memory, candidates, deadline)]
 
 
-def best(
-    made: Program, memory: float | None, candidates: int = 1, seconds: float = 60.0
-) -> list[tuple[list[int], float, float, bool]]:
-    """The best choices of a program: options by site, seconds, bytes, and whether the relaxation gave them.
+def structure_of(recording: Any, ties: Mapping[int, int] | None = None) -> Structure:
+    """What is the same on all meshes of a recorded step.
+
+    Args:
+        recording: of the step.
+        ties: of results, by number, the input that each replaces; None: found by shape, in order.
+    """
+    return structure(recording, replaced(recording) if ties is None else ties)
+
+
+def best(made: Program, memory: float | None, candidates: int = 1, deadline: Deadline | None = None) -> list[Best]:
+    """The best choices of a program. Where time ends, those that were found by then.
 
     Raises:
         NothingFits: in the memory.
-        VfnError: the solver found nothing in the time that it had.
+        OutOfTime: nothing was found by then.
     """
+    deadline = deadline or Deadline(_SECONDS)
     choices, holds = Choices(made), held(made)
-    found: list[tuple[list[int], float, float, bool]] = []
+    found: list[Best] = []
     while len(found) < candidates:
         try:
-            one = _fitting(choices, holds, memory, seconds)
+            one = _fitting(choices, holds, memory, deadline)
         except OutOfTime:
             if found:
                 break
@@ -101,25 +133,24 @@ def best(
             break
         found.append(one)
         inputs = _large_inputs(made)
-        choices.forbid(one[0], inputs or range(len(made.sites)))
+        choices.forbid(one.chosen, inputs or range(len(made.sites)))
     if not found:
-        raise NothingFits(report("auto", *_does_not_fit(made, holds, memory or 0.0, seconds)))
+        raise NothingFits(report("auto", *_does_not_fit(made, holds, memory or 0.0, deadline)))
     return found
 
 
-def _fitting(
-    choices: Choices, holds: HeldBytes, memory: float | None, seconds: float
-) -> tuple[list[int], float, float, bool] | None:
-    """The best choices that fit: where too much is held at a moment, that moment is bounded, and all is solved again."""
-    for _ in range(_ROUNDS):
-        chosen, cost, relaxed = choices.solve(seconds)
-        if chosen is None:
-            return None
-        moments = holds.by_moment(chosen)
-        peak = float(moments.max())
+def _fitting(choices: Choices, holds: HeldBytes, memory: float | None, deadline: Deadline) -> Best | None:
+    """The best choices that fit: where too much is held at a moment, that moment is bounded, and all is solved again, until
+    all fits or nothing does. A solver keeps bounds but for its tolerance: one that is exceeded is lowered by as much."""
+    bounds: dict[int, float] = {}
+    while (one := choices.solve(deadline)) is not None:
+        moments = holds.by_moment(one.chosen)
+        moment = int(moments.argmax())
+        peak = float(moments[moment])
         if memory is None or peak <= memory:
-            return chosen, cost, peak, relaxed
-        choices.bound(*holds.row(int(moments.argmax())), memory)
+            return Best(one.chosen, one.seconds, peak, one.relaxed, one.proven)
+        bounds[moment] = bounds[moment] - 2 * (peak - memory) if moment in bounds else memory
+        choices.bound(*holds.row(moment), bounds[moment])
     return None
 
 
@@ -133,30 +164,33 @@ def _large_inputs(made: Program) -> list[int]:
     return [n for n, size in sizes.items() if size >= _OTHER * sum(sizes.values())]
 
 
-def _does_not_fit(made: Program, holds: HeldBytes, memory: float, seconds: float) -> tuple[str, list[str], str]:
+def _does_not_fit(made: Program, holds: HeldBytes, memory: float, deadline: Deadline) -> tuple[str, list[str], str]:
     """By how much the least that is held exceeds the memory."""
-    least = Choices(made)
-    least.cost = [0.0] * len(least.cost)
-    peak = float("inf")
-    chosen: list[int] | None = None
-    for _ in range(4):
-        chosen, _, _ = least.solve(seconds)
-        if chosen is None:
-            break
-        moments = holds.by_moment(chosen)
-        if moments.max() >= peak:
-            break
-        peak = float(moments.max())
-        options, moves = holds.row(int(moments.argmax()))
-        for (n, k), size in options.items():
-            for column in least.columns.get((n, k), ()):
-                least.cost[column] += size * 1e-12
-        for key, size in moves.items():
-            if key in least.moved:
-                least.cost[least.moved[key]] += size * 1e-12
+    peak = least_peak(made, holds, deadline)
     what = f"no layout on {dict(made.moves.axes)} needs as little as {bytes_text(int(memory))}"
     rows = [f"the least that was found is {bytes_text(int(peak))}, {bytes_text(int(peak - memory))} more"]
     return what, rows, f"memory={bytes_text(int(peak))!r}, more ranks, or vfn.remat around layers"
+
+
+def least_peak(made: Program, holds: HeldBytes, deadline: Deadline) -> float:
+    """The least that choices need at their worst moment, or near it: as many moments are weighed as time allows."""
+    choices = Choices(made)
+    moments = holds.by_moment([0] * len(made.sites))
+    peak = unit = float(moments.max())
+    worst = choices.only_worst()
+    for _ in range(_MOMENTS):
+        choices.weigh(*holds.row(int(moments.argmax())), worst, unit)
+        try:
+            one = choices.solve(deadline)
+        except OutOfTime:
+            break
+        if one is None:
+            break
+        moments = holds.by_moment(one.chosen)
+        if moments.max() >= peak:
+            break
+        peak = float(moments.max())
+    return peak
 
 
 def replaced(recording: Any) -> dict[int, int]:
@@ -179,14 +213,12 @@ def _is_tensor(node: Any) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _found(
-    recording: Any, made: Program, chosen: Sequence[int], seconds: float, peak: float, relaxed: bool
-) -> FoundLayouts:
-    compute = sum(site.count * site.options[k].seconds for site, k in zip(made.sites, chosen))
-    return FoundLayouts(layouts_of(recording, made, chosen), seconds, compute, peak, relaxed)
+def _found(made: Program, one: Best) -> FoundLayouts:
+    compute = sum(site.count * site.options[k].seconds for site, k in zip(made.sites, one.chosen))
+    return FoundLayouts(layouts_of(made, one.chosen), one.seconds, compute, one.bytes, one.relaxed, one.proven)
 
 
-def layouts_of(recording: Any, made: Program, chosen: Sequence[int]) -> Layouts:
+def layouts_of(made: Program, chosen: Sequence[int]) -> Layouts:
     """The layouts that options mean."""
     axes, step = made.moves.axes, made.step
     calls, lies, inputs = dict[str, CallLayout](), dict[Any, Any](), dict[Any, Any]()
@@ -205,7 +237,7 @@ def layouts_of(recording: Any, made: Program, chosen: Sequence[int]) -> Layouts:
         else:
             calls[x.node.name] = call
     outputs = list[Any]()
-    for r, node in enumerate(recording.results):
+    for r, node in enumerate(step.results):
         if r in step.ties:
             outputs.append(inputs[step.inputs[step.ties[r]]])
         elif r in step.result_sites:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..._core.base.errors import MeshError
 from ..._core.base.messages import report, short
-from .search import FoundLayouts, NothingFits, search
+from .highs import Deadline, OutOfTime
+from .search import FoundLayouts, NothingFits, search, structure_of
 
 
 def mesh_shapes(ranks: int, nodes: int = 1, names: Sequence[str] = ("dp", "tp")) -> list[dict[str, int]]:
@@ -48,17 +49,21 @@ def searched(
 
     Raises:
         NothingFits: on any of them.
+        OutOfTime: the solver found nothing in the time that it had.
     """
     found, failures = list[FoundLayouts](), list[str]()
+    step, deadline = structure_of(recording), Deadline(seconds)
+    late: OutOfTime | None = None
     for mesh in meshes:
         try:
-            on = search(recording, mesh, hardware, memory, fixed, candidates, seconds=seconds)
+            found += search(step, mesh, hardware, memory, fixed, candidates, seconds=deadline)
         except NothingFits as error:
             failures.append(str(error))
-        else:
-            found += on
+        except OutOfTime as error:
+            late = error
+            break
     if not found:
-        raise NothingFits("\n".join(failures))
+        raise late or NothingFits("\n".join(failures))
     order = sorted(found, key=lambda one: (one.seconds, math.prod(one.layouts.mesh.values()), str(one.layouts.mesh)))
     firsts = {str(one.layouts.mesh): one for one in reversed(order)}
     kept = [one for one in order if one is firsts[str(one.layouts.mesh)]][:candidates]

@@ -65,6 +65,7 @@ class Structure:
     Attributes:
         calls: the inputs and calls, in order.
         paths, inputs: of the inputs, their names and nodes.
+        results: the node of each result; None for one that is no value of the step.
         atoms: of the dims of all classes.
         reps: one call of each class.
         counts: how many there are of each class.
@@ -84,6 +85,7 @@ class Structure:
     calls: Sequence[Described]
     paths: Sequence[str]
     inputs: Sequence[Any]
+    results: Sequence[Any]
     atoms: Atoms
     reps: Sequence[Described]
     counts: Sequence[int]
@@ -128,6 +130,7 @@ class _Read:
             self.calls,
             recording.paths,
             self.inputs,
+            recording.results,
             self.atoms,
             self.reps,
             self.counts,
