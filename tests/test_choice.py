@@ -1,6 +1,8 @@
 """A chosen layout of a step, carried out: values, dtypes and layouts as on one device, whatever the layout."""
 
 import functools
+import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +23,7 @@ from vescale_fn.choice.rules_text import given, rules_of
 from vescale_fn.choice.search.described import described
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.search import NothingFits, search
-from vescale_fn.choice.verified import verified
+from vescale_fn.choice.verified import Verified, verified
 
 AXES = {"dp": 2, "tp": 2}
 
@@ -256,8 +258,6 @@ def test_a_choice_says_what_it_costs_and_runs(choice):
     both = choice.compare(replicated=(P(), P(), P(), None), chosen=choice.predicted)
     assert [one.name for one in both] == ["this", "replicated", "chosen"]
     assert both[0].seconds == both[2].seconds < both[1].seconds
-    assert "predicted" in repr(choice)
-    assert "the next best:" in repr(choice)
     assert "<table>" in choice._repr_html_()
     assert choice.memory().peak == choice.predicted.peak
     with vfn.simulate(4):
@@ -268,13 +268,77 @@ def test_a_choice_says_what_it_costs_and_runs(choice):
 
 
 def test_explain_names_the_other_ways_and_their_costs(choice):
-    text = choice.explain(r"up$")
-    assert text.splitlines()[0].startswith("blocks.0.up")
-    assert any("a step (compute" in line for line in text.splitlines())
+    blocks = choice.explain("blocks.0.up"), choice.explain(r"up$")
+    assert [text.splitlines()[0].partition(":")[0] for text in blocks] == [
+        "blocks.0.up",
+        "blocks.0.up and 1 more like it",
+    ]
+    head, *rows = [
+        re.split("  +", line.strip()) for line in blocks[1].splitlines() if not line.startswith(("  used", "b"))
+    ]
+    assert head == ["instead", "a step", "computing", "communication", "memory"]
+    assert {row[0] for row in rows} | {repr(choice.specs[0]["blocks"][0]["up"])} == {"P()", "P('tp')", "P(None, 'tp')"}
+    assert all(row[1].startswith("+") or row[1] == "0" for row in rows)
+    assert choice.explain("x").startswith("x: f32[4096,1024]")
+    assert choice.explain("p.blocks.0.up") == blocks[0]
     line = next(node.meta["line"] for node in choice.recorded.graph.nodes if node.name == "mm_default")
     assert "mm(f32[4096" in choice.explain(line.rpartition("/")[2])
-    with pytest.raises(vfn.errors.SpecError, match="no argument's path, and no line, matches 'head'"):
-        choice.explain("head")
+    with pytest.raises(
+        vfn.errors.SpecError, match=r"path matches 'blocks.0.upp'; did you mean 'blocks.0.up'\?\n  \* there are"
+    ):
+        choice.explain("blocks.0.upp")
+    with pytest.raises(vfn.errors.SpecError, match="of test_choice.py it has lines "):
+        choice.explain("test_choice.py:1")
+
+
+TABLE = """\
+trained on mesh (tp=4), 1 node of 8 H100
+  predicted 3 ms (compute 2 ms, exposed communication 1 ms), peak 2.00 MiB of 4.00 MiB a rank
+
+  p  '.*'  P(None, 'tp')
+  x  P()
+  y  P()
+
+     mesh  time            compute  waits for tp        peak
+  1  tp=4  3 ms               2 ms          1 ms    2.00 MiB
+  2  tp=4  6 ms    +100 %     2 ms          4 ms  5.00 MiB !
+     blocks.*.up: P() instead of P(None, 'tp')
+     costs +3 ms waiting for tp, +3.00 MiB memory
+     ! needs 1.00 MiB more than the 4.00 MiB that there are
+  3  tp=4  3 ms  the same     2 ms          1 ms    2.00 MiB
+     mine, as given
+     y: P('tp') instead of P()"""
+
+
+def test_the_table_says_in_what_layouts_differ_and_what_that_costs(choice):
+    columns, free = P(None, "tp"), {"exposed": 1e-3, "exposed_by_axis": {"tp": 1e-3}, "compute": 2e-3, "lines": ()}
+    lie = lambda up, y: replace(choice.layouts, calls={}, inputs=(columns, up, columns, up, P(), y, None))
+    cost = lambda **more: replace(choice.predicted, **{**free, "peak": 2 << 20, **more})
+    slow = cost(exposed=4e-3, exposed_by_axis={"tp": 4e-3}, peak=5 << 20)
+    ranked = [
+        Verified(lie(columns, P()), None, cost(), True),
+        Verified(lie(P(), P()), None, slow, False),
+        Verified(lie(columns, P("tp")), None, cost(), True, "mine"),
+    ]
+    table = ChosenLayout(choice.recorded, ranked, choice.hardware, 4 << 20)
+    assert repr(table) == TABLE
+    alone = repr(ChosenLayout(choice.recorded, ranked[:1], choice.hardware, 4 << 20))
+    assert alone == TABLE.partition("     mesh")[0] + "  no other layout was priced: candidates=1"
+
+
+def test_a_timeline_shows_what_computes_and_what_travels(choice, tmp_path):
+    slow = choice.others[0]
+    times = slow.timeline()
+    assert sum(one.end - one.begin for one in times.streams["compute"]) == pytest.approx(slow.predicted.seconds)
+    waits = [one for one in times.streams["compute"] if one.name == "waiting for tp"]
+    assert sum(one.end - one.begin for one in waits) == pytest.approx(slow.predicted.exposed_by_axis["tp"])
+    assert slow.predicted.exposed == pytest.approx(sum(slow.predicted.exposed_by_axis.values()))
+    assert waits
+    assert [row.partition("|")[0].strip() for row in repr(times).splitlines()[1:3]] == ["compute", "tp"]
+    assert times.html().count("<title>") >= len(times.streams)
+    times.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(one["ph"] == "X" for one in events) == len(times.events)
 
 
 def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):

@@ -120,4 +120,6 @@ def priced(
         needless(comms),
         again,
         repeated({lowered.graph: 1}, hardware),
+        exposed_by_axis=dict(streams.waits),
+        events=tuple(streams.events),
     )

@@ -22,7 +22,7 @@ from ..plan.plan import Plan
 from ..plan.stage_results import piped_call, piped_calls
 from .price_report import Price, Traffic, by_axis, lines_of, traffic_of
 from .price_stages import PipedTime, StagePrice, costed
-from .price_streams import PassingTime, Times
+from .price_streams import Arrival, PassingTime, Times
 from .repeated import ComputedAgain, repeated
 
 
@@ -99,7 +99,7 @@ def _of_each(
     streams = [PassingTime(hardware, mesh) for _ in plans]
     rows = [costed(one, hardware, mesh) for one in plans]
     stages: tuple[StagePrice, ...] = ()
-    todo, begun = [calls(one.graph) for one in plans], [dict[Any, float]() for _ in plans]
+    todo, begun = [calls(one.graph) for one in plans], [dict[Any, Arrival]() for _ in plans]
     more = [0] * len(plans)  # rows of pipelines before
     ran = [Counter({one.graph: 1}) for one in plans]
     for _ in piped_calls(plans[0].graph):
@@ -134,7 +134,7 @@ def _holding(graph: fx.Graph, at: Mapping[str, int]) -> fx.Graph:
     return graph
 
 
-def _passed(stream: PassingTime, todo: Iterator[fx.Node], begun: dict[Any, float]) -> Any:
+def _passed(stream: PassingTime, todo: Iterator[fx.Node], begun: dict[Any, Arrival]) -> Any:
     """Go on to the next pipeline, or to the end."""
     for node in todo:
         if piped_call(node) is not None:

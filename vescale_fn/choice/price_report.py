@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._core.base.errors import SpecError
+from .._core.base.errors import SpecError, TransformError
 from .._core.base.messages import described, mesh_text, report
 from .._core.distributed.comm_log import CommLog
 from ..debugging.needless_moves import Needless
 from ..hardware import Hardware
 from ..plan.ir.memory_use import ARGUMENTS, MemoryUse, bytes_text, place
 from . import price_drawing
+from .price_streams import Event
+from .price_text import columns, time_text
 from .repeated import ComputedAgain
+from .step_timeline import StepTimeline
 
 _SHOWN = 10  # lines of a table
 
@@ -69,6 +72,8 @@ class Price:
             `RankPrice`. Then time, lines, traffic and comms above are those of the ranks that compute longest, and the memory
             is that of those which need most.
         stages: of a pipeline, what the tasks of each stage take, a `StagePrice`.
+        exposed_by_axis: the seconds of `exposed` by what is waited for: ``"dp"``, ``"dp,tp"``, ``"from the host"``.
+        events: what computes and what travels when; `timeline` draws them.
     """
 
     name: str
@@ -87,6 +92,8 @@ class Price:
     repeated: ComputedAgain = field(default=ComputedAgain({}, {}, 0), repr=False)
     ranks: tuple[Any, ...] = ()
     stages: tuple[Any, ...] = ()
+    exposed_by_axis: dict[str, float] = field(default_factory=dict[str, float])
+    events: tuple[Event, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -115,6 +122,17 @@ class Price:
     def fits(self) -> bool:
         """Whether a device has that much."""
         return self.peak <= self.hardware.memory
+
+    def timeline(self) -> StepTimeline:
+        """When the step computes and when it waits, and what travels over which axes meanwhile; `trace` writes it to a file.
+
+        Raises:
+            TransformError: it has a pipeline, whose ranks do different things.
+        """
+        if self.ranks:
+            fix = "the schedule's, vfn.pipeline(loss, ...).plan(params, batch).timeline(); price.ranks has what each rank takes"
+            raise TransformError(report("price.timeline", "each rank of a pipeline has a timeline of its own", fix=fix))
+        return StepTimeline(self.name, mesh_text(self.mesh), self.hardware.name, self.events)
 
     def compare(self, *others: Any, mesh: Any = None, hardware: Any = None, **named: Any) -> Prices:
         """The same step in other layouts, beside this one.
@@ -149,13 +167,12 @@ class Price:
         Args:
             lines: how many of the user's lines it shows.
         """
-        ranks = mesh_text(self.mesh).removeprefix("mesh ")
-        waits = f"exposed communication {_time(self.exposed)} of {_time(self.communication)}"
-        more = f", bubble {_time(self.bubble)}" if self.bubble else ""
+        waits = f"exposed communication {time_text(self.exposed)} of {time_text(self.communication)}"
+        more = f", bubble {time_text(self.bubble)}" if self.bubble else ""
         limit = "" if self.fits else ", MORE THAN THERE IS"
         out = [
-            f"{self.name} on {ranks}, {self.hardware.name}: {_time(self.seconds)} predicted",
-            f"  compute {_time(self.compute)}, {waits}{more}",
+            f"{self.name} on {mesh_text(self.mesh)}, {self.hardware.name}: {time_text(self.seconds)} predicted",
+            f"  compute {time_text(self.compute)}, {waits}{more}",
             f"  memory {bytes_text(self.peak)} of {bytes_text(int(self.hardware.memory))} at most{limit}",
         ]
         out += [f"  {told}"] if (told := self.repeated.text()) else []
@@ -168,15 +185,19 @@ class Price:
             out += ["", *_columns(["stage", "rank", "once", "F", "B", "W", "sends"], list(map(_of_stage, self.stages)))]
         if self.traffic:
             rows = [
-                [row.axis, row.op, str(row.calls), bytes_text(row.bytes), _time(row.seconds)] for row in self.traffic
+                [row.axis, row.op, str(row.calls), bytes_text(row.bytes), time_text(row.seconds)]
+                for row in self.traffic
             ]
-            out += ["", *_columns(["axis", "collective", "calls", "bytes", "time"], rows, left=2)]
+            out += ["", *columns(["axis", "collective", "calls", "bytes", "time"], rows, left=2)]
         if shown := self.lines[:lines]:
-            rows = [[_time(one.compute), _time(one.exposed), bytes_text(one.bytes), place(one.line)] for one in shown]
+            rows = [
+                [time_text(one.compute), time_text(one.exposed), bytes_text(one.bytes), place(one.line)]
+                for one in shown
+            ]
             if rest := self.lines[lines:]:
-                sums = [_time(sum(one.compute for one in rest)), _time(sum(one.exposed for one in rest))]
+                sums = [time_text(sum(one.compute for one in rest)), time_text(sum(one.exposed for one in rest))]
                 rows.append([*sums, bytes_text(sum(one.bytes for one in rest)), f"{len(rest)} other lines"])
-            out += ["", *_columns(["compute", "exposed", "at the peak", "line"], rows, right=3)]
+            out += ["", *columns(["compute", "exposed", "at the peak", "line"], rows, right=3)]
         if len(self.needless):
             out += ["", repr(self.needless)]
         return "\n".join(out)
@@ -208,11 +229,11 @@ class Prices(Sequence[Price]):
         head = ["", "time", "compute", "exposed", "bubble", "peak", *(f"over {axis}" for axis in axes), "/ first"]
         rows = []
         for one in self:
-            times = [_time(x) for x in (one.seconds, one.compute, one.exposed, one.bubble)]
+            times = [time_text(x) for x in (one.seconds, one.compute, one.exposed, one.bubble)]
             peak = bytes_text(one.peak) + ("" if one.fits else " !")
             sent = [bytes_text(one.bytes.get(axis, 0)) for axis in axes]
             rows.append([one.name, *times, peak, *sent, f"{one.seconds / max(self[0].seconds, 1e-12):.2f}"])
-        out = _columns(head, rows, left=1)
+        out = columns(head, rows, left=1)
         return "\n".join([*out, *(["! more than a device has"] if not all(one.fits for one in self) else [])])
 
     def _repr_html_(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -29,7 +29,28 @@ from ..plan.ir.work import FUNCTIONS, GATHERS, tensors, work
 from ..plan.passes.overlap import is_wait
 
 _OUT, _BACK = "to the host", "from the host"
-Begun = float | None  # when what is on its way arrives; None for what is there
+COMPUTE, WAITING = "compute", "waiting"  # what the first stream does; other streams are those of axes, and of copies
+_WRITTEN_OUT = 4000  # events of a loop's other iterations that are listed one by one
+
+
+class Arrival(NamedTuple):
+    """When what is on its way arrives, and over what: the names of axes, or which way to the host."""
+
+    at: float
+    over: str
+
+
+Begun = Arrival | None  # None for what is there
+
+
+class Event(NamedTuple):
+    """What a stream does from one moment to another, in seconds: a call, or waiting, and of which of the user's lines."""
+
+    stream: str
+    name: str
+    line: str
+    begin: float
+    end: float
 
 
 @dataclass
@@ -61,6 +82,8 @@ class PassingTime:
         now: how long it has computed and waited.
         lines: what the user's lines took of that.
         free: when each link, and each way to the host, is free again.
+        waits: how long it waited for what came over which axes.
+        events: what each stream did, in the order in which it began.
     """
 
     hardware: Hardware
@@ -68,6 +91,8 @@ class PassingTime:
     now: float = 0.0
     lines: dict[str, Times] = field(default_factory=dict[str, Times])
     free: dict[Any, float] = field(default_factory=dict[Any, float])
+    waits: dict[str, float] = field(default_factory=dict[str, float])
+    events: list[Event] = field(default_factory=list[Event])
 
     def run(self, graph: fx.Graph, given: Sequence[Begun] = ()) -> list[Begun]:
         """All calls of a graph, in order.
@@ -79,12 +104,12 @@ class PassingTime:
             The same of its results.
         """
         places, outs = ends(graph)
-        begun: dict[Any, float] = {x: at for x, at in zip(places, given) if at is not None}
+        begun: dict[Any, Arrival] = {x: at for x, at in zip(places, given) if at is not None}
         for node in plan.calls(graph):
             self.call(node, begun)
         return [begun.get(x) for x in outs]
 
-    def call(self, node: fx.Node, begun: dict[Any, float]) -> None:
+    def call(self, node: fx.Node, begun: dict[Any, Arrival]) -> None:
         """One call; `begun`: of what is on its way when it arrives."""
         if node.target is operator.getitem and node.args[0] in begun:
             begun[node] = begun[node.args[0]]
@@ -125,32 +150,44 @@ class PassingTime:
         times = self._line(node)
         times.compute += time
         times.calls += node.target is not operator.getitem
+        if time:
+            self.events.append(
+                Event(COMPUTE, plan.name_of(node) or node.name, _line_of(node), self.now, self.now + time)
+            )
         self.now += time
 
-    def _sent(self, node: fx.Node) -> float:
+    def _sent(self, node: fx.Node) -> Arrival:
         """When a collective that begins here ends: after those before it on the same link."""
         target: Any = node.target
         sizes = self.mesh if set(target.axes) <= set(self.mesh) else axes_of(target.mesh)
         time = self.hardware.collective(target.kind, size(node), sizes, target.axes)
         link = self.hardware.link(sizes, target.axes)
-        end = self.free[link] = max(self.now, self.free.get(link, 0.0)) + time
+        begin, over = max(self.now, self.free.get(link, 0.0)), ",".join(target.axes)
+        end = self.free[link] = begin + time
         times = self._line(node)
         times.communication += time
         times.calls += 1
-        return end
+        self.events.append(Event(over, target.kind, _line_of(node), begin, end))
+        return Arrival(end, over)
 
-    def _waited(self, node: fx.Node, end: float) -> None:
-        self._line(node).exposed += max(0.0, end - self.now)
-        self.now = max(self.now, end)
+    def _waited(self, node: fx.Node, coming: Arrival) -> None:
+        time = coming.at - self.now
+        if time > 0:
+            self._line(node).exposed += time
+            self.waits[coming.over] = self.waits.get(coming.over, 0.0) + time
+            self.events.append(Event(COMPUTE, f"{WAITING} for {coming.over}", _line_of(node), self.now, coming.at))
+            self.now = coming.at
 
-    def _copied(self, node: fx.Node, copy: Any, begun: dict[Any, float]) -> None:
+    def _copied(self, node: fx.Node, copy: Any, begun: dict[Any, Arrival]) -> None:
         """A copy to the host, or back."""
         if copy in (host_copies.offload, host_copies.fetch):
             way, value = (_OUT, node.all_input_nodes[0]) if copy is host_copies.offload else (_BACK, node)
-            end = max(self.now, self.free.get(way, 0.0)) + plan.nbytes(plan.value(value)) / self.hardware.host
-            self.free[way] = begun[node] = end
-        else:
-            self._waited(node, begun.get(node.args[0], 0.0))
+            begin = max(self.now, self.free.get(way, 0.0))
+            end = self.free[way] = begin + plan.nbytes(plan.value(value)) / self.hardware.host
+            begun[node] = Arrival(end, way)
+            self.events.append(Event(way, "copy", _line_of(node), begin, end))
+        elif (coming := begun.get(node.args[0])) is not None:
+            self._waited(node, coming)
 
     def _nested(self, node: fx.Node) -> None:
         target: Any = node.target
@@ -173,7 +210,7 @@ class PassingTime:
         left: list[Begun] = []
         shown = min(loop.length, 3)
         for i in range(shown):
-            before = self._copy()
+            before, listed = self._copy(), len(self.events)
             here, late = coming, left
             if ahead is not None and i + 1 < loop.length:
                 coming = self.run(ahead)
@@ -182,7 +219,7 @@ class PassingTime:
             if behind is not None and i:
                 self._run_late(loop, behind, late)
             if i == shown - 1 and loop.length > shown:
-                left = self._repeat(before, loop.length - shown, left)
+                left = self._repeat(before, loop.length - shown, left, self.events[listed:])
         if behind is not None and shown:
             self._run_late(loop, behind, left)
 
@@ -203,14 +240,17 @@ class PassingTime:
             found.append(self._copy())
             found[-1].run(body)
         slowest = max(found, key=lambda one: one.now)
-        self.now, self.lines, self.free = slowest.now, slowest.lines, slowest.free
+        self.now, self.lines, self.free, self.waits = slowest.now, slowest.lines, slowest.free, slowest.waits
+        self.events += slowest.events
 
     def _copy(self) -> PassingTime:
         lines = {line: Times(**vars(times)) for line, times in self.lines.items()}
-        return PassingTime(self.hardware, self.mesh, self.now, lines, dict(self.free))
+        return PassingTime(self.hardware, self.mesh, self.now, lines, dict(self.free), dict(self.waits))
 
-    def _repeat(self, before: PassingTime, times: int, under_way: Sequence[Begun]) -> list[Begun]:
-        """What has passed since passes again, so often."""
+    def _repeat(
+        self, before: PassingTime, times: int, under_way: Sequence[Begun], events: Sequence[Event]
+    ) -> list[Begun]:
+        """What has passed since, these events among it, passes again, so often."""
         for line, here in self.lines.items():
             was = before.lines.get(line, Times())
             gone = Times(
@@ -220,10 +260,24 @@ class PassingTime:
                 here.calls - was.calls,
             )
             here.add(gone, times)
-        later = times * (self.now - before.now)
+        for over, waited in self.waits.items():
+            self.waits[over] = waited + times * (waited - before.waits.get(over, 0.0))
+        once = self.now - before.now
+        later = times * once
+        if times * len(events) <= _WRITTEN_OUT:
+            shifts = [(i + 1) * once for i in range(times)]
+            again = [one._replace(begin=one.begin + by, end=one.end + by) for by in shifts for one in events]
+        else:
+            line = events[0].line if events else ""
+            again = [Event(COMPUTE, f"{times} more iterations", line, self.now, self.now + later)]
+        self.events += again
         self.now += later
         self.free = {link: end + later for link, end in self.free.items()}
-        return [None if end is None else end + later for end in under_way]
+        return [None if coming is None else coming._replace(at=coming.at + later) for coming in under_way]
+
+
+def _line_of(node: fx.Node) -> str:
+    return node.meta.get("line") or ""
 
 
 def seconds(node: fx.Node, hardware: Hardware, rows: float = 1.0) -> float:

@@ -56,6 +56,16 @@ class Verified:
         """How its plan is held to the memory, in words; "" where nothing has to be done for that."""
         return "" if self.memory is None else self.price.repeated.text()
 
+    @property
+    def given(self) -> str:
+        """What one that was given is called: by its name, and whether as specs, or as a step of its own."""
+        return self.name and f"{self.name}, {'as given' if self.step is None else 'the step that was given'}"
+
+    @property
+    def said(self) -> str:
+        """What it is besides how the arguments lie, in words: whose layout, and how it is held to the memory."""
+        return "; ".join(filter(None, (self.given, self.held)))
+
 
 def verified(
     recorded: Recording,
