@@ -35,6 +35,7 @@ NAMES = (
     "any_size",
     "prices",
     "piped_prices",
+    "chosen_models",
     "pipelines",
 )
 

@@ -127,6 +127,8 @@ def test_specs_that_are_given_stay_and_choose_the_mesh() -> None:
     assert choice.layouts.mesh == {"dp": 2, "tp": 4}
     assert choice.specs[0]["up"] == P(None, "tp")
     assert "instead" in choice.explain("down")
+    with pytest.raises(vfn.errors.SpecError, match="3 arguments, and the step was recorded with 2"):
+        choice.shard(1, 2, 3)
     free = vfn.auto(pair, *PAIR, mesh=meshes, hardware="h100", candidates=2)
     assert {str(one.layouts.mesh) for one in (free, *free.others)} == set(map(str, meshes))
 

@@ -106,7 +106,8 @@ def test_blocks_run_and_print_what_is_there(tmp_path: Path) -> None:
     again = re.compile(r".*; all start again \(.*\n")
     assert {name: again.sub("", text) for name, text in said.items()} == dict.fromkeys(said, "")  # nor any warning
     assert (ran.stdout.split(), ran.stderr) == (["0"] * len(forked) + ["1"] * len(FAILING), "")
-    for name, mark in {"README_0": "what it prints", **FAILING}.items():
+    shown_of = {"README_0": "what it prints", "README_1": "what five lines print", **FAILING}
+    for name, mark in shown_of.items():
         texts = [(tmp_path / name / f"program.py.{stream}").read_text() for stream in ("stdout", "stderr")]
         shown = UNSURE.sub("", "".join(texts).replace(f"{tmp_path / name}/", ""))
         assert alike(shown, UNSURE.sub("", marked(mark))), shown

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .._core.arrays.placement import shard
 from .._core.base import context, tree
+from .._core.base.errors import SpecError
+from .._core.base.messages import report
 from .._core.distributed.comm_log import CommLog
 from .._core.distributed.mesh import make_mesh
 from .._core.sharding.spec import P
@@ -79,6 +82,15 @@ class ChosenLayout:
     def specs(self) -> tuple[Any, ...]:
         """How the arguments lie: for each, by position, a tree of specs."""
         return specs_of(self.recorded, self.layouts)
+
+    def shard(self, *args: Any, mesh: Any = None) -> Any:
+        """Arguments of the step, the first ones, laid out as chosen: one as itself, several as a tuple."""
+        specs = self.specs[: len(args)]
+        if len(args) > len(specs):
+            what = f"{len(args)} arguments, and the step was recorded with {len(self.specs)}"
+            raise SpecError(report("choice.shard", what, fix="choice.shard(params, state), with arguments by position"))
+        found = shard(args, self.mesh() if mesh is None else mesh, specs)
+        return found[0] if len(args) == 1 else found
 
     def rules(self, argument: int = 0) -> list[Rule]:
         """How the leaves of an argument lie, as few rules for `spec_from_rules`: (regular expression, spec), to paste."""

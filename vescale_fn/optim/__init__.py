@@ -21,6 +21,7 @@ from .muon import MuonState, muon
 from .optimizer import Optimizer
 from .schedules import constant, cosine, join, linear, warmup_cosine, warmup_linear, warmup_stable_decay
 from .sgd import SgdState, sgd
+from .train_step import train_step
 from .updates import apply_updates
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "scale",
     "schedules",
     "sgd",
+    "train_step",
     "warmup_cosine",
     "warmup_linear",
     "warmup_stable_decay",

@@ -86,6 +86,6 @@ def classes(sites: Sequence[Described], names: Sequence[str]) -> list[int]:
 
 
 def _own(x: Described, kind: Any) -> Any:
-    """What a call computes, but for its operands."""
+    """What a call computes, but for its operands: these by their shapes, as `scale * x` and `grad * scale` are not alike."""
     args = fx.map_arg((x.node.args, dict(x.node.kwargs)), lambda _: "%")
-    return str(x.node.target), repr(args), kind
+    return str(x.node.target), repr(args), kind, tuple(x.shapes)
