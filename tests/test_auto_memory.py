@@ -82,7 +82,7 @@ def test_the_parts_of_a_batch_are_chosen_with_the_layout() -> None:
     small = vfn.auto(in_parts, w, x, microbatches=(1, 2, 4), memory=budget, **how)
     assert small.microbatches > 1
     assert small.predicted.peak <= budget
-    assert f", in {small.microbatches} parts" in repr(small)
+    assert f"in {small.microbatches} parts" in repr(small)
     with vfn.simulate(4):
         got = small.jit()(*vfn.shard((w, x), small.mesh(), small.specs))
         for a, b in zip(vfn.tree.leaves(in_parts(w, x, 1)), vfn.tree.leaves(got), strict=True):

@@ -18,6 +18,7 @@ from vescale_fn._core.sharding.placements import normal
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.search import options
+from vescale_fn.choice.search.again import add_repeats
 from vescale_fn.choice.search.held import held
 from vescale_fn.choice.search.moves import spec_of_dims
 from vescale_fn.choice.search.program import program
@@ -97,9 +98,9 @@ def brute_force(made, below: float, memory: float | None) -> list[int] | None:
         site = made.sites[i]
         for k, option in enumerate(site.options):
             chosen[i], more, bytes_ = k, cost + site.count * option.seconds, needs
-            for (u, part), live in holds.values.items():
+            for u, part in holds.values:
                 if u == i:
-                    bytes_ = bytes_ + live * holds.bytes(u, part, option.outs[part])
+                    bytes_ = bytes_ + holds.live(u, part, option) * holds.bytes(u, part, option.outs[part])
             for group in groups[i]:
                 before = made.sites[group.site].options[chosen[group.site]].outs[group.part]
                 more += sum(made.price(group, before, after) for after in holds.wanted(group, chosen))
@@ -166,6 +167,35 @@ def test_what_is_offered_can_be_carried_out(name: str) -> None:
             stated(call.rule, lying, shapes, axes, wanted)
 
 
+@pytest.mark.parametrize("axes", [{"a": 1}, *([{"a": 2}] if whole.WHOLE else [])])
+def test_products_are_computed_again_where_memory_binds_and_it_takes_least(axes) -> None:
+    """Two large products, the first of which the backward pass needs after the second."""
+
+    def step(w, x):
+        both = lambda w: ((x @ w[0]).square().sum(1) * (x @ w[1]).square().sum(1)).sum()
+        return vfn.value_and_grad(both)(w)
+
+    recording = record(step, [shape(64, 4096)] * 2, shape(4096, 64))
+    made = program(structure(recording, {}), axes, vfn.hardware.h100())
+    ((_, seconds, peak, *_),) = best(made, None)
+    assert brute_force(made, seconds - CLOSE, None) is None
+    counts = [len(site.options) for site in made.sites]
+    add_repeats(made)
+    repeated = [n for n, site in enumerate(made.sites) if len(site.options) > counts[n]]
+    assert {made.sites[n].of.name for n in repeated} == {"mm"}
+    used = []
+    for share in (0.95, 0.8, 0.6):
+        try:
+            ((chosen, seconds, needs, *_),) = best(made, share * peak)
+        except vfn.errors.VfnError:
+            assert brute_force(made, math.inf, share * peak) is None
+        else:
+            assert needs <= share * peak
+            assert brute_force(made, seconds - CLOSE, share * peak) is None
+            used += [n for n in repeated if made.sites[n].options[chosen[n]].again]
+    assert used
+
+
 def a_llama(batch: int, length: int, vocab: int = 32000):
     """A step of three layers as wide as those of Llama 8B, as shapes."""
     config = llama.Config(layers=3, vocab=vocab, dim=4096, heads=32, groups=8, hidden=14336, dropout=0.0)
@@ -213,10 +243,12 @@ def test_parameters_are_split_where_memory_binds_and_not_where_it_does_not() -> 
     free = search(recording, {"dp": 8}, hardware, candidates=1)[0]
     names = [f"['blocks'][0]['{part}']" for part in ("attention']['q", "mlp']['up", "mlp']['down")]
     assert [placed(recording, free, name) for name in names] == [P()] * 3
-    tight = search(recording, {"dp": 8}, hardware, memory=free.bytes - 2**30, candidates=1)[0]
-    assert tight.bytes <= free.bytes - 2**30
+    again = search(recording, {"dp": 8}, hardware, memory=free.bytes - 2**30, candidates=1)[0]
+    assert [placed(recording, again, name) for name in names] == [P()] * 3  # some products are computed again instead
+    tight = search(recording, {"dp": 8}, hardware, memory=free.bytes - 2**31, candidates=1)[0]
+    assert tight.bytes <= free.bytes - 2**31
     assert any("dp" in placed(recording, tight, name) for name in names)
-    assert tight.seconds >= free.seconds
+    assert tight.seconds >= again.seconds >= free.seconds
     with pytest.raises(vfn.errors.VfnError, match="the least that was found is .* more"):
         search(recording, {"dp": 8}, hardware, memory=2**30)
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ...plan.passes.recompute_in_calls import is_cheap
 from .moves import ways
-from .options import Layout
+from .options import Layout, Option
 from .program import Group, Program
 
 
@@ -26,11 +27,20 @@ class HeldBytes:
     Attributes:
         values: of (site, result) how many of its values there are at each moment.
         copies: of groups, by number, how many values that a move has made.
+        gaps: of (site, result) how many need not be held at each moment, as they can be computed again.
     """
 
     program: Program
     values: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[Any, Any])
     copies: dict[int, np.ndarray] = field(default_factory=dict[Any, Any])
+    gaps: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[Any, Any])
+
+    def live(self, site: int, part: int, option: Option) -> np.ndarray:
+        """How many values there are at each moment, with an option of the site."""
+        live, of = self.values[site, part], self.program.sites[site].of
+        if (site, part) not in self.gaps or not (option.again or (of is not None and is_cheap(of.node))):
+            return live
+        return live - self.gaps[site, part]
 
     def bytes(self, site: int, part: int, layout: Layout) -> float:
         """The bytes of a value on a rank."""
@@ -44,8 +54,9 @@ class HeldBytes:
     def by_moment(self, chosen: Sequence[int]) -> np.ndarray:
         """The bytes at each moment, with these options."""
         total: Any = 0.0
-        for (site, part), live in self.values.items():
-            total = total + live * self._size(site, part, chosen)
+        for site, part in self.values:
+            option = self.program.sites[site].options[chosen[site]]
+            total = total + self.live(site, part, option) * self._size(site, part, chosen)
         for n, live in self.copies.items():
             group = self.program.groups[n]
             before = self._made(group.site, group.part, chosen)
@@ -62,7 +73,8 @@ class HeldBytes:
                 early = self.early.get((site, part))
                 for k, option in enumerate(self.program.sites[site].options):
                     if early is None:
-                        size = live[moment] * self.bytes(site, part, option.outs[part])
+                        many = self.live(site, part, option)[moment]
+                        size = many * self.bytes(site, part, option.outs[part])
                         options[site, k] = options.get((site, k), 0.0) + size
                 if early is not None:
                     for before, after in self.pairs(self.program.groups[early]):
@@ -117,6 +129,9 @@ class HeldBytes:
 def held(program: Program) -> HeldBytes:
     """What is held by the choices of a program."""
     found = HeldBytes(program)
+    for key, spans in program.step.gaps.items():
+        if key not in found.early:
+            found.gaps[key] = _live(spans, len(program.step.calls))
     for key, spans in program.step.spans.items():
         found.values[key] = _live(spans, len(program.step.calls))
     for n, group in enumerate(program.groups):

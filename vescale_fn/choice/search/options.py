@@ -28,6 +28,7 @@ class Option:
         seconds: what it takes.
         split: the axes that share the work.
         folds: of results that are put together at once, by number, over which axes.
+        again: whether its result is not held, but computed again.
     """
 
     ins: tuple[Layout | None, ...]
@@ -35,6 +36,7 @@ class Option:
     seconds: float = 0.0
     split: tuple[str, ...] = ()
     folds: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    again: bool = False
 
 
 class Dims:

@@ -12,6 +12,7 @@ import torch
 from ..._core.base.errors import VfnError
 from ..._core.base.messages import report
 from ...plan.ir.memory_use import bytes_text
+from .again import add_repeats
 from .described import source
 from .held import HeldBytes, held
 from .highs import Deadline, OutOfTime
@@ -98,6 +99,8 @@ def search(
     """
     step = recording if isinstance(recording, Structure) else structure_of(recording, ties)
     made = program(step, mesh, hardware, fixed)
+    if memory is not None:
+        add_repeats(made)
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
     return [_found(made, one) for one in best(made, memory, candidates, deadline)]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...plan.ir import graph as plan
+from .again import gaps
 from .atoms import Atoms
 from .classes import classes
 from .described import Described, described, source
@@ -80,6 +81,7 @@ class Structure:
         ties: of results, by number, the input that each replaces.
         result_sites: of other results the number of the site.
         gradients: the (site, result) from which the results that replace inputs are computed element by element.
+        gaps: of (site, result) that can be computed again the moments between in which values need not be held.
     """
 
     calls: Sequence[Described]
@@ -100,6 +102,7 @@ class Structure:
     ties: Mapping[int, int]
     result_sites: Mapping[int, int]
     gradients: set[tuple[int, int]]
+    gaps: Mapping[tuple[int, int], list[Span]]
 
     def site_of(self, node: Any) -> int:
         """The number of the site of a node that is no renaming view."""
@@ -144,6 +147,7 @@ class _Read:
             ties,
             self.result_sites,
             self._gradients(),
+            self._gaps(),
         )
 
     def _classes(self, paths: Sequence[str]) -> None:
@@ -260,6 +264,12 @@ class _Read:
                 elif (x.node, part) not in replaced:
                     spans[n, part].append((at, max([at, *read[0][-1:], *read[1][-1:]])))
         return spans, uses
+
+    def _gaps(self) -> dict[tuple[int, int], list[Span]]:
+        found = defaultdict[tuple[int, int], list[Span]](list)
+        for node, gap in gaps(self.calls, self.moments, self.roots).items():
+            found[self.number[self.colour[node]], 0].append(gap)
+        return dict(found)
 
     def _gradients(self) -> set[tuple[int, int]]:
         """The values from which the results that replace inputs are computed element by element."""
