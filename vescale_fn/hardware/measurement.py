@@ -79,12 +79,14 @@ def measure(mesh: Any, seconds: float = 5.0) -> Hardware:
 
 
 def _local(device: torch.device) -> dict[Any, Callable[[], Any]]:
-    """What a rank does by itself: a product, a call that reads and writes, a function, the smallest call, a view. Memory is
+    """What a rank does by itself: products, a call that reads and writes, a function, the smallest call, a view. Memory is
     written in place, as a plan mostly does: new memory comes from the system page by page."""
     a, b = (torch.ones(_WIDE, _WIDE, device=device) for _ in range(2))
+    wide = a.double(), b.double()
     long, other, small = (torch.ones(size, device=device) for size in (_LONG, _LONG, 8))
     return {
         "product": lambda: torch.mm(a, b),
+        "float64": lambda: torch.mm(*wide),
         "moved": lambda: long.mul_(other),
         "function": lambda: torch.nn.functional.gelu(long),
         "call": lambda: torch.add(small, small),
@@ -157,18 +159,20 @@ def _described(
     found: Mapping[Any, float], mesh: Any, groups: Sequence[tuple[str, ...]], device: torch.device
 ) -> Hardware:
     work = lambda name: max(found[name] - found["call"], 0.2 * found[name])
-    rate, function = 2 * _WIDE**3 / work("product"), _LONG / work("function")
+    rate, double = (2 * _WIDE**3 / work(name) for name in ("product", "float64"))
+    function = _LONG / work("function")
     moved, ranks, gpu = 12 * _LONG / work("moved"), math.prod(axes_of(mesh).values()), device.type == "cuda"
     sizes = {axes: collectives.group_size(mesh, axes) for axes in groups}
-    timed = {
-        kind: [_Timed(sizes[axes], nbytes, found[kind, axes, nbytes]) for axes in groups for nbytes in _SIZES]
-        for kind in _PARAMS
-        if groups
-    }
-    kinds = {kind: (_fitted(kind, rows),) for kind, rows in timed.items()}
+    timed: dict[str, list[_Timed]] = {}
+    for kind, axes, nbytes in itertools.product(_PARAMS, groups, _SIZES):
+        one = _Timed(sizes[axes], nbytes, found[kind, axes, nbytes])
+        timed.setdefault(kind, []).append(one)
+        if len(set(sizes.values())) > 1:  # what more ranks add is no ring's, where processes share cores
+            timed.setdefault(f"{kind} of {one.count}", []).append(one)
+    kinds = {name: (_fitted(name.partition(" of ")[0], rows),) for name, rows in timed.items()}
     return Hardware(
         f"{ranks} ranks on {device.type}, measured",
-        {"float32": rate, "float64": rate / 2},
+        {"float32": rate, "float64": double},
         bytes=moved,
         launch=found["call"],
         memory=torch.cuda.get_device_properties(device).total_memory if gpu else _MEMORY,
