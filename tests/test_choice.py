@@ -23,7 +23,7 @@ from vescale_fn.choice.rules_text import given, rules_of
 from vescale_fn.choice.search.described import described
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.search import NothingFits, search
-from vescale_fn.choice.verified import Verified, verified
+from vescale_fn.choice.verified import Verified, priced_as, verified
 
 AXES = {"dp": 2, "tp": 2}
 
@@ -342,11 +342,13 @@ def test_a_timeline_shows_what_computes_and_what_travels(choice, tmp_path):
 
 
 def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):
-    recorded, hardware, best = choice.recorded, choice.hardware, choice.layouts
+    recorded, hardware = choice.recorded, choice.hardware
+    best = search(recorded, {"tp": 4}, hardware, memory=0.5 * choice.predicted.peak, candidates=1)[0].layouts
     whole = replace(
         best, inputs=tuple(x and P() for x in best.inputs), calls={}, outputs=tuple(x and P() for x in best.outputs)
     )
-    split, budget, bounds = SimpleNamespace(layouts=best, bytes=1 << 40), choice.predicted.peak, []
+    split, bounds = SimpleNamespace(layouts=best, bytes=1 << 40), []
+    budget = priced_as(recorded, best, hardware).peak
 
     def solve(memory):
         """What is too large without a bound, nothing within the budget by its own prediction, then that again, then what fits."""

@@ -20,6 +20,7 @@ from vescale_fn.choice.recording import record
 from vescale_fn.choice.search import options
 from vescale_fn.choice.search.again import add_repeats
 from vescale_fn.choice.search.held import held
+from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.moves import spec_of_dims
 from vescale_fn.choice.search.program import program
 from vescale_fn.choice.search.search import best, replaced, search
@@ -194,6 +195,38 @@ def test_products_are_computed_again_where_memory_binds_and_it_takes_least(axes)
             assert brute_force(made, seconds - CLOSE, share * peak) is None
             used += [n for n in repeated if made.sites[n].options[chosen[n]].again]
     assert used
+
+
+LOSSES = {
+    "softmax": lambda x, target, weights: torch.softmax(x, 1),
+    "mean": lambda x, target, weights: torch.nn.functional.cross_entropy(x, target),
+    "each": lambda x, target, weights: torch.nn.functional.cross_entropy(x, target, weights, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_softmax_over_split_classes_and_its_loss(name: str) -> None:
+    """Every way to split the classes, of each call, forward and backward."""
+    x, weights = torch.linspace(-3, 3, 32, dtype=torch.float64).sin().reshape(4, 8), torch.arange(8.0).double()
+    target, axes, hardware = torch.tensor([0, 3, 7, 4]), {"dp": 2, "tp": 2}, vfn.hardware.h100()
+
+    def step(x, target, weights):
+        return vfn.value_and_grad(lambda x: LOSSES[name](x, target, weights).square().sum())(x)
+
+    recording, want, tried = record(step, x, target, weights), step(x, target, weights), 0
+    made = program(structure(recording, {}), axes, hardware)
+    for site in made.sites:
+        named = lambda d, lies: spec_of_dims(d.sizes, d.dims, lies, axes)
+        for option in (one for one in site.options if one.apart):
+            ins = tuple(named(d, lies or (options.NONE,) * 2) for d, lies in zip(site.ins, option.ins))
+            call = CallLayout(ins, tuple(named(d, lies) for d, lies in zip(site.outs, option.outs) if d is not None))
+            layouts = Layouts(axes, (P(),) * 3, {site.of.node.name: call}, ())
+            with vfn.simulate(4):
+                got = applied(recording, layouts, vfn.make_mesh((2, 2), ("dp", "tp")))(x, target, weights)
+                for a, b in zip(want, got, strict=True):
+                    torch.testing.assert_close(vfn.unshard(b), a)
+            tried += 1
+    assert tried >= 10
 
 
 def a_llama(batch: int, length: int, vocab: int = 32000):

@@ -13,7 +13,8 @@ from torch import fx
 from .._core import torch_internals
 from .._core.arrays.array import Array, is_array, place, spec_of, wrap
 from .._core.arrays.array_values import brought, reason
-from .._core.arrays.decide import decide_as
+from .._core.arrays.decide import as_others, decide_as
+from .._core.arrays.decision import Composed
 from .._core.arrays.stated_layout import NotAllowed
 from .._core.arrays.strides import in_order
 from .._core.base import source_lines
@@ -154,7 +155,8 @@ class Calls:
         args, kwargs = filled(node.args, take), filled(node.kwargs, take)
         decision = self._decision(node, given, args, kwargs, stated)
         if decision is not None:
-            return decision.run(Array, args, kwargs)
+            out = decision.run(Array, args, kwargs)
+            return self._laid_out(node, out, stated.outs) if isinstance(decision, Composed) else out
         if any(not self._same(spec, WHOLE, value(x)) for x, spec in zip(nodes, stated.ins, strict=True)):
             raise self.unfit(node, stated, "no rule says how it is split: its arguments are whole")
         return self._laid_out(node, func(*args, **kwargs), stated.outs)
@@ -169,6 +171,10 @@ class Calls:
                 with torch_internals.unrecorded():
                     self._decided[key] = decide_as(node.target, args, kwargs, ins, outs)
             except NotAllowed as why:
+                with torch_internals.unrecorded():
+                    self._decided[key] = as_others(node.target, args, kwargs)
+                if self._decided[key] is not None:
+                    return self._decided[key]
                 if any(ins) or any(one.unreduced for one in (*ins, *outs)):
                     raise self.unfit(node, stated, str(why)) from None
                 self._decided[key] = None  # of whole arguments every rank can make all, and keep its part

@@ -172,6 +172,15 @@ def decide_as(
     return _on_blocks(call, rule, solution, covered, False, offsets if call.is_view else ())
 
 
+def as_others(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Decision | None:
+    """The decision by which a call is carried out as a few others (`compositions`), if its arguments lie so that it is; its
+    results lie as those vote."""
+    tensors = tensors_in(args, kwargs)
+    call = _OpCall(func, args, kwargs, _mesh_of(func, tensors)[0], tensors, *metas(func, args, kwargs, tensors))
+    steps = _steps(call) if str(func).removeprefix("aten.") in COMPOSED else None
+    return Composed(func, call.mesh, steps) if steps is not None else None
+
+
 def _on_tensors(call: _OpCall, lies: tuple[str, ...]) -> Decision:
     """The decision for an op that is carried out as one: on the blocks where a rule says how, else on gathered arguments."""
     func, mesh, outs = call.func, call.mesh, call.outs

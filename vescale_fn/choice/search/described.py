@@ -16,6 +16,7 @@ from ..._core.arrays.rules.rule import Call, Parts, Row, Rule, T
 from ..._core.arrays.rules.table import find
 from ..._core.base.op_arguments import bind, with_tensors
 from ...plan.ir import graph as plan
+from .composed import StepsPrice, composed
 
 FREE = ("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "squeeze", "unsqueeze", "alias", "detach")
 
@@ -37,7 +38,16 @@ class Described:
     @cached_property
     def rule(self) -> Rule | None:
         """Which dims may be split together; None where there is no rule, and all is whole."""
-        return None if self.is_input else _rule(self.node, self.outs)
+        return self._read[0]
+
+    @property
+    def composition(self) -> StepsPrice | None:
+        """What it takes as its steps, where the rule has a label for what these sum over."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[Rule | None, StepsPrice | None]:
+        return (None, None) if self.is_input else _rule(self.node, self.outs)
 
     @property
     def is_input(self) -> bool:
@@ -133,12 +143,10 @@ def _flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-def _rule(node: fx.Node, outs: tuple[Any, ...]) -> Rule | None:
-    if not plan.is_aten(node):
-        return None
-    make = find(node.target)
+def _rule(node: fx.Node, outs: tuple[Any, ...]) -> tuple[Rule | None, StepsPrice | None]:
+    make = find(node.target) if plan.is_aten(node) else None
     if make is None:
-        return None
+        return None, None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), plan.value)  # type: ignore[misc]
     tensors = [x for x in _flat((args, kwargs)) if isinstance(x, torch.Tensor)]
     ts = [T(i, tuple(x.shape), x.dtype) for i, x in enumerate(tensors)]
@@ -148,8 +156,8 @@ def _rule(node: fx.Node, outs: tuple[Any, ...]) -> Rule | None:
     dtypes = tuple(o.dtype if isinstance(o, torch.Tensor) else None for o in outs)
     rule = make(Call(name, by_name, tuple(ts), shapes, dtypes))
     if rule is None or rule.per_result or len(rule.ins) != len(ts):  # of what out= is given a rule says nothing
-        return None
-    return rule
+        return None, None
+    return composed(node, rule, by_name, shapes) or (rule, None)
 
 
 def parts(label: Any, size: int) -> list[tuple[int, int, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 from ..._core.arrays.rules.rule import Rule
 from ..._core.sharding.merged_dim import Merged, merge
 from .atoms import Atoms
+from .composed import APART
 from .described import Described, parts, rows
 
 # How a value lies, for each axis of the mesh: the number of the atom that it splits, none, or partial sums along it.
@@ -29,6 +30,7 @@ class Option:
         split: the axes that share the work.
         folds: of results that are put together at once, by number, over which axes.
         again: whether its result is not held, but computed again.
+        apart: the axes that split what the call sums over, so that it is carried out as its steps.
     """
 
     ins: tuple[Layout | None, ...]
@@ -37,6 +39,7 @@ class Option:
     split: tuple[str, ...] = ()
     folds: tuple[tuple[int, tuple[str, ...]], ...] = ()
     again: bool = False
+    apart: tuple[str, ...] = ()
 
 
 class Dims:
@@ -118,7 +121,7 @@ def options(
     linear = bool(rule.linear and partial or any(map(_is_labelled, (ins[i] for i in rule.shape_only))))
     choices = [None, *sizes, *(["partial"] if linear else [])]
     for chosen in itertools.product(*(choices if n > 1 else [None] for n in axes.values())):
-        if all(_divides(label, sizes.get(label, ()), chosen, axes) for label in chosen):
+        if all(_divides(label, sizes.get(label, ()), chosen, axes) for label in chosen) and not _is_mixed(chosen):
             option = _option(site, ins, outs, chosen, tuple(axes))
             found.setdefault((option.ins, option.outs, option.folds), option)
     return list(found.values()), ins, outs
@@ -158,6 +161,15 @@ def _is_plain(out: Dims, layout: Layout, axes: Mapping[str, int]) -> bool:
     return not any(isinstance(merge([(out.sizes[k], of(k)) for k in dim], axes), Merged) for dim in out.dims if dim)
 
 
+def _is_mixed(chosen: tuple[Any, ...]) -> bool:
+    """Whether steps that sum over a dim would be made of partial sums."""
+    return "partial" in chosen and any(_is_apart(x) for x in chosen)
+
+
+def _is_apart(label: Any) -> bool:
+    return label is not None and label[0] == APART
+
+
 def _divides(label: Any, sizes: Sequence[int], chosen: tuple[Any, ...], axes: Mapping[str, int]) -> bool:
     ways = math.prod(n for n, x in zip(axes.values(), chosen) if x == label)
     return label is None or label == "partial" or all(size % ways == 0 for size in sizes)
@@ -181,7 +193,8 @@ def _option(
     given = tuple(_given(rule, i, one, chosen, joined) for i, one in enumerate(ins))
     folds = [(i, tuple(a for a, x in zip(axes, chosen) if x in missing)) for i, missing in enumerate(gone) if missing]
     split = tuple(a for a, x in zip(axes, chosen) if x is not None and x != "partial")
-    return Option(given, tuple(made), split=split, folds=() if adds else tuple(folds))
+    apart = tuple(a for a, x in zip(axes, chosen) if _is_apart(x))
+    return Option(given, tuple(made), split=split, folds=() if adds else tuple(folds), apart=apart)
 
 
 def _given(rule: Rule, i: int, one: Dims, chosen: tuple[Any, ...], joined: set[Any]) -> Layout | None:

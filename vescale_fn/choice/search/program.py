@@ -10,9 +10,9 @@ from typing import Any
 from ..._core.base.errors import SpecError
 from ..._core.base.messages import report
 from ..._core.sharding.spec import from_split_axes, split_axes
-from ...plan.ir.work import flops
+from .costs import CallPrices
 from .described import Described
-from .moves import Moves, spec_of_dims, ways
+from .moves import Moves, spec_of_dims
 from .options import Dims, Layout, Option, layouts, options
 from .structure import RESULT, Edge, Structure
 
@@ -134,7 +134,8 @@ class _Made:
         rep = self.step.reps[n]
         choices, ins, outs = options(n, rep, self.step.atoms, self.axes)
         site = Chooser(number, rep, self.step.counts[n], choices, ins, outs)
-        site.options = [replace(x, seconds=self._seconds(site, x)) for x in choices]
+        costs = CallPrices(rep, ins, outs, self.axes, self.hardware)
+        site.options = [replace(x, seconds=costs(x)) for x in choices]
         return site
 
     def _fix(self, fixed: Mapping[int, Any]) -> None:
@@ -144,7 +145,8 @@ class _Made:
             dims = site.outs[0]
             if dims is None:
                 continue
-            want = from_split_axes(split_axes(given, len(dims.dims)), given.unreduced)
+            several = [tuple(a for a in names if self.axes[a] > 1) for names in split_axes(given, len(dims.dims))]
+            want = from_split_axes(several, given.unreduced)
             lies = lambda x, d=dims: spec_of_dims(d.sizes, d.dims, x.outs[0], self.axes)
             site.options = [x for x in site.options if lies(x) == want]
             if not site.options:
@@ -152,31 +154,6 @@ class _Made:
                 rows = ["sizes that do not divide, axes of a dim in another order than the mesh's, and equal layers"]
                 rows = [f"{rows[0]} that lie differently are left out"]
                 raise SpecError(report("auto", what, rows, "vfn.price of the whole layout"))
-
-    def _seconds(self, site: Chooser, option: Option) -> float:
-        it = site.of
-        assert it is not None
-        sizes = [x.element_size() if x is not None else 0 for x in it.outs]
-        made = sum(
-            math.prod(d.sizes) * n / ways(lies, self.axes)
-            for d, n, lies in zip(site.outs, sizes, option.outs)
-            if d is not None
-        )
-        if it.is_input or it.is_view:
-            return made / self.hardware.bytes * 1e-3 if it.is_input else 0.0
-        read = 0.0
-        for (node, part), d, lies in zip(it.operands, site.ins, option.ins):
-            size = node.meta["val"][part] if isinstance(node.meta["val"], (list, tuple)) else node.meta["val"]
-            read += math.prod(d.sizes) * size.element_size() / (ways(lies, self.axes) if lies is not None else 1)
-        split = math.prod(self.axes[a] for a in option.split)
-        dtype = next((x.dtype for x in it.outs if x is not None), None)
-        seconds = self.hardware.compute(flops(it.node) / split, dtype, made + read)
-        for i, over in option.folds:
-            d = site.outs[i]
-            if d is not None:
-                nbytes = math.prod(d.sizes) * sizes[i] / ways(option.outs[i], self.axes)
-                seconds += self.hardware.collective("all_reduce", nbytes, self.axes, over)
-        return seconds
 
     def _credits(self) -> None:
         """Parameters are gathered while another layer computes, and gradients are added up so: each may hide behind its share
