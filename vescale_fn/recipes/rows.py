@@ -40,13 +40,12 @@ def training(
         return model.loss(params, batch, config, *keys)
 
     loss_of = loss_of if precision is None else precision.apply(loss_of)
+    if specs is None:
+        return vfn.optim.train_step(loss_of, optimizer)
 
     def step(params: Any, state: Any, batch: Any, *keys: Any) -> Any:
         loss, grads = vfn.value_and_grad(loss_of)(params, batch, *keys)
-        if specs is not None:
-            return *specs.update(optimizer, grads, state, params), loss
-        updates, state = optimizer.update(grads, state, params)
-        return vfn.optim.apply_updates(params, updates), state, loss
+        return *specs.update(optimizer, grads, state, params), loss
 
     return step
 
