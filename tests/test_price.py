@@ -229,3 +229,17 @@ def test_what_gloo_takes_for_itself_counts_on_cpus_alone() -> None:
     gather = lambda x: vfn.with_sharding(x, P())
     peaks = [vfn.price(gather, x, specs=P("dp"), mesh={"dp": 4}, hardware=on).peak for on in ("cpu", "h100")]
     assert peaks == [1024 + 2 * 4096, 1024 + 4096]
+
+
+def test_what_goes_through_leaves_one_by_one_is_a_call_for_each():
+    """For halves some steps of an update have no kernel of torch's for lists that rounds alike."""
+    opt, hardware = vfn.optim.adam(0.1), replace(TWO_NODES, launch=1.0)
+
+    def seconds(dtype, count):
+        params = {str(i): S((4, 4), dtype) for i in range(count)}
+        args = params, vfn.eval_shape(opt.init, params), params
+        step = lambda params, state, grads: opt.update(grads, state, params)
+        return vfn.price(step, *args, specs=P(), mesh={"tp": 2}, hardware=hardware).compute
+
+    assert seconds(f32, 8) == seconds(f32, 4)
+    assert seconds(torch.bfloat16, 8) - seconds(torch.bfloat16, 4) == pytest.approx(4 * 2)  # two such steps

@@ -25,6 +25,7 @@ from ..plan.ir.loop import Loop, loop_of
 from ..plan.ir.mapped import Mapped
 from ..plan.ir.nested import Nested, ends
 from ..plan.ir.rotated_loop import Rotated
+from ..plan.ir.row_by_row import goes_through
 from ..plan.ir.work import FUNCTIONS, GATHERS, tensors, work
 from ..plan.passes.overlap import is_wait
 
@@ -227,11 +228,11 @@ class PassingTime:
         self.run(behind, [*[None] * len(loop.totals), *left])
 
     def _mapped(self, node: fx.Node) -> None:
-        """A formula of one leaf over many: its calls go through all of them."""
+        """A formula of one leaf over many: its calls take all of them at once, or go through them, each a call of its own."""
         target: Any = node.target
         for call in plan.calls(target.bodies[0]):
-            one = seconds(call, self.hardware, target.at_once(node))
-            self._computed(call, one)
+            times = target.rows if goes_through(call) else 1
+            self._computed(call, times * seconds(call, self.hardware, target.at_once(node) / times))
 
     def _slowest(self, bodies: Sequence[fx.Graph]) -> None:
         """Of branches the one that takes longest."""

@@ -6,6 +6,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from torch import fx
+
+from .graph import Step
+
+
+def goes_through(node: fx.Node) -> bool:
+    """Whether a call is one for each row of lists."""
+    return isinstance(node.target, Step) and getattr(node.target.run, "func", None) is through
+
 
 def through(*given: Any, op: Any, at: Sequence[int], names: Sequence[str], kwargs: Any) -> list[Any]:
     """What an operator gives for each row of lists.
