@@ -1,12 +1,14 @@
 """The main job over time: by other models, optimisers and dtypes; saved, resumed elsewhere, killed, measured, configured."""
 
 import json
+import math
 import os
 import re
 import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import optree
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import vescale_fn as vfn
 from vescale_fn.errors import CheckpointError, RankError
-from vescale_fn.recipes import command_line, data, llama, metrics, optimizers, options, stopping, train
+from vescale_fn.recipes import choosing, command_line, data, llama, metrics, optimizers, options, stopping, train
 
 TEXT = Path(__file__).parents[1] / "README.md"
 TINY = f"--batch 4 --context 8 --dim 16 --heads 2 --layers 1 --sample 4 --data {TEXT} --simulate".split()
@@ -189,6 +191,74 @@ def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tm
         with pytest.raises(SystemExit):
             ran(*checkpoints, *other.split())
         assert capsys.readouterr().err.endswith(f"error: {said}\n")
+
+
+def chosen_on_this_rank(opt):
+    """A run in a layout that is chosen among what the search finds and two rows; and that layout."""
+    found, settled = [], choosing.settled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "TEXTS", ("dp", "tp"))
+        patch.setattr(choosing, "CANDIDATES", 1)
+        patch.setattr(choosing, "settled", lambda *given: found.append(settled(*given)) or found[-1])
+        losses = train.run(opt)["losses"]
+    return losses, found[0].parallel, found[0].mesh, repr(found[0].layout.specs(None, None, None).params)
+
+
+def test_a_chosen_layout_trains_as_one_device_and_is_resumed_elsewhere(gloo, tmp_path, capsys):
+    """Where a product is slow and a message is nothing: the search splits what rows do not."""
+    slow = replace(vfn.hardware.cpu(2), flops={"float32": 1e6}, bytes=1e6, launch=1e-9)
+    (tmp_path / "slow.json").write_text(slow.to_json())
+    sizes = [*TINY[:-1], "--dropout", "0.1"]
+    saved = ["--checkpoints", str(tmp_path / "run")]
+    auto = "--parallel auto --mesh 2 --steps 2 --memory 1GiB --hardware".split()
+    ranks = gloo(2, chosen_on_this_rank, options.parse([*sizes, *auto, str(tmp_path / "slow.json"), *saved]))
+    assert ranks[0] == ranks[1]
+    first, parallel, mesh, specs = ranks[0]
+    assert (parallel, math.prod(mesh.values())) == ("auto", 2)
+    assert any(f"'{axis}'" in specs for axis in mesh)
+    whole = losses("--steps", "3", "--mesh", "dp=1,tp=1", "--dropout", "0.1")
+    assert first == pytest.approx(whole[:2], abs=1e-5)
+    assert losses("--steps", "3", "--mesh", "dp=2", "--parallel", "zero1", "--dropout", "0.1", *saved, "--resume") == [
+        pytest.approx(whole[2], abs=1e-5)
+    ]
+    capsys.readouterr()
+    (tmp_path / "run" / "step-3").rename(tmp_path / "gone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "TEXTS", ("dp",))
+        patch.setattr(choosing, "CANDIDATES", 0)  # a row: the job runs as if that had been asked for
+        again = losses("--steps", "3", *auto[:2], "--mesh", "dp=2", "--dropout", "0.1", *saved, "--resume")
+    assert again == [pytest.approx(whole[2], abs=1e-5)]
+    out = capsys.readouterr().out
+    assert "chosen    step on mesh (dp=2), 2 processes on CPUs: dp on dp=2, the step that was given\n" in out
+    assert "where     auto (dp) on mesh (dp=2)" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--memory 1GiB", "--memory is about --parallel auto"),
+        ("--mesh 4", "--mesh 4 names no axes: dp=4, or --parallel auto"),
+        (
+            "--parallel auto --accumulate 2",
+            "--parallel auto chooses a layout for whole steps of ranks that stay: not with --accumulate",
+        ),
+        ("--parallel auto --memory much", "--parallel auto: memory='much' is no amount of memory"),
+        (
+            "--parallel auto --hardware h10",
+            "--hardware h10: write measured, cpu, b200, h100, a100, or a JSON file; did you mean 'h100'?",
+        ),
+        (
+            "--parallel auto",
+            "--parallel auto: the solver HiGHS is not installed\n  Instead: pip install 'vescale_fn[auto]'",
+        ),
+    ],
+)
+def test_what_a_layout_cannot_be_chosen_for(argv, said, monkeypatch, capsys):
+    if argv == "--parallel auto":
+        monkeypatch.setitem(sys.modules, "highspy", None)
+    with pytest.raises(SystemExit):
+        options.parse([*TINY, *argv.split()])
+    assert f"error: {said}" in capsys.readouterr().err
 
 
 def test_a_digest_at_the_end_and_an_exact_resume(tmp_path, capsys, monkeypatch):

@@ -8,7 +8,6 @@ from typing import Any
 
 import optree
 import torch
-from torch import fx
 
 from .._core.base import tree
 from .._core.base.messages import count_text, mesh_text
@@ -123,6 +122,9 @@ def _arguments(recorded: Recording, layouts: Layouts) -> Iterator[str]:
             rows.append((name, f"{specs!r}{_made_of(recorded, layouts, name, specs)}"))
             continue
         tensors = {path: spec for path, x, spec in zip(paths, leaves, tree.leaves(specs)) if _counts(x)}
+        if not any(tuple(spec) for spec in tensors.values()):
+            rows.append((name, "whole on each rank"))
+            continue
         rules = [(repr(pattern), repr(spec)) for pattern, spec in rules_of(tensors)]
         same = next((other for said, other in earlier.items() if said == tuple(map(str, rules))), None)
         if same is not None:
@@ -144,18 +146,16 @@ def _made_of(recorded: Recording, layouts: Layouts, name: str, spec: P) -> str:
     node = next((x for x, path in zip(recorded.placeholders, recorded.paths) if path == name), None)
     if node is None or any(spec) or not isinstance(value(node), torch.Tensor) or value(node).is_floating_point():
         return ""
-    waiting, seen = list(node.users), set[fx.Node]()
-    while waiting:
-        user = waiting.pop(0)
-        if user in seen:
+    of_it = {node}
+    for user in recorded.graph.nodes:
+        if of_it.isdisjoint(user.all_input_nodes):
             continue
-        seen.add(user)
         made, stated = results(user), layouts.calls.get(user.name)
         if made and made[0].is_floating_point():
             if stated is None or user.target is operator.getitem:
                 return ""
             return f", and what {name_of(user)} makes of it {stated.outs[0]!r}"
-        waiting += user.users
+        of_it.add(user)
     return ""
 
 
@@ -235,7 +235,7 @@ def _parts(best: Price, other: Price) -> list[str]:
 def differences(recorded: Recording, best: Layouts, other: Layouts) -> Iterator[str]:
     """Which arguments lie otherwise, each with those of other arguments that do as it does: its gradient's means, say."""
     kinds: dict[tuple[str, P | None, P | None], list[str]] = {}
-    of_leaf = leaf_names(recorded)
+    of_leaf, first = leaf_names(recorded), next(iter(argument_names(recorded)), "")
     for at, mine, spec in zip(recorded.leaves, best.inputs, other.inputs):
         if at is not None and mine != spec:
             argument, path = of_leaf[at]
@@ -246,7 +246,7 @@ def differences(recorded: Recording, best: Layouts, other: Layouts) -> Iterator[
         found.setdefault((tuple(dict.fromkeys(_last(name) for name in names)), spec, mine), []).append(argument)
         kinds[argument, spec, mine] = list(dict.fromkeys(names))
     told = [
-        f"{_listed(kinds[given[0], spec, mine], given[0])}{_also(given[1:])}: {spec!r} instead of {mine!r}"
+        f"{_listed(kinds[given[0], spec, mine], given[0], given[0] == first)}{_also(given[1:])}: {spec!r} instead of {mine!r}"
         for (_, spec, mine), given in found.items()
     ]
     if not told and dict(best.mesh) == dict(other.mesh):
@@ -270,8 +270,9 @@ def _last(kind: str) -> str:
     return kind.rpartition(".")[2]
 
 
-def _listed(kinds: Sequence[str], argument: str) -> str:
-    some = [kind or argument for kind in kinds]
+def _listed(kinds: Sequence[str], argument: str, is_first: bool) -> str:
+    """Paths, those of another argument than the first with its name."""
+    some = [kind if kind and is_first else f"{argument}.{kind}".rstrip(".") for kind in kinds]
     return ", ".join(some[:3]) + (f" and {len(some) - 3} more" if len(some) > 3 else "")
 
 

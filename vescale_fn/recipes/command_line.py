@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vescale_fn._core.base.messages import meant
 
-from . import pipeline_options, process_options  # mesh: start
+from . import choosing_options, pipeline_options, process_options  # mesh: start
 
 PROGRAM = "vescale_fn.recipes.train"
 EXAMPLES = """\
@@ -22,6 +22,7 @@ EXAMPLES = """\
     python -m vescale_fn.recipes.train --optimizer muon --precision bf16 --accumulate 4
     python -m vescale_fn.recipes.train --config run.toml --checkpoints run --resume
     python -m vescale_fn.recipes.train --config run.toml --checkpoints run --evaluate
+    python -m vescale_fn.recipes.train --parallel auto --mesh 4 --memory 2GiB
     torchrun --nproc-per-node 4 -m vescale_fn.recipes.train
 """
 MODELS = ("gpt", "llama", "mixtral")
@@ -85,6 +86,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     if options.batch % options.accumulate:
         parser.error(f"--accumulate {options.accumulate} must divide --batch {options.batch}")
     _check_going_on(options, parser)
+    choosing_options.check(options, parser)  # mesh: start
     virtual, ranks = options.deterministic, math.prod(options.mesh.values())  # mesh: start
     if virtual not in (None, ranks):  # mesh: start
         parser.error(f"--deterministic {virtual}: the mesh has {ranks} ranks, and must have as many")  # mesh: start
@@ -117,11 +119,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="options in TOML (steps = 500); the command line wins")
     parser.add_argument("--model", choices=MODELS, default="llama", help="which model (llama)")
-    parser.add_argument("--parallel", default="dp+tp", metavar="NAMES", help="parallelisms (dp+tp)")  # mesh: start
-    parser.add_argument("--mesh", type=mesh_of, default="dp=2,tp=2", help="axes and sizes (dp=2,tp=2)")  # mesh: start
+    parser.add_argument("--parallel", default="dp+tp", metavar="NAMES", help="names, or auto (dp+tp)")  # mesh: start
+    parser.add_argument("--mesh", type=mesh_of, help="axes and sizes (dp=2,tp=2)")  # mesh: start
     parser.add_argument("--simulate", action="store_true", help="play all ranks in this process")  # mesh: start
     same = "the same bits, whatever number of processes plays the N ranks; with their digest"  # mesh: start
     parser.add_argument("--deterministic", type=int, metavar="N", help=same)  # mesh: start
+    choosing_options.add(parser)  # mesh: start
     process_options.add(parser)  # mesh: start
     pipeline_options.add(parser)  # mesh: start
     parser.add_argument("--optimizer", choices=RATES, default="adamw", help="which optimiser (adamw)")
@@ -196,6 +199,8 @@ def _from_file(path: str | None, parser: argparse.ArgumentParser) -> list[str]:
 
 def mesh_of(text: str) -> dict[str, int]:  # mesh: start
     """``dp=2,tp=2`` as axes and sizes, in the order in which they nest."""  # mesh: start
+    if text.isdigit() and int(text):  # mesh: start
+        return {choosing_options.RANKS: int(text)}  # mesh: start
     sizes: dict[str, int] = {}  # mesh: start
     for part in text.split(","):  # mesh: start
         name, _, size = part.partition("=")  # mesh: start

@@ -13,7 +13,15 @@ import torch
 import vescale_fn as vfn
 from vescale_fn._core.distributed import environment  # mesh: start
 
-from . import data, gpt, llama, metrics, mixtral, report
+from . import (
+    choosing,  # mesh: start
+    data,
+    gpt,
+    llama,
+    metrics,
+    mixtral,
+    report,
+)
 from .command_line import GIVEN, POLICY, PRECISIONS, make_parser, read
 from .models import suits  # mesh: start
 from .parallel import ParallelError, parallel  # mesh: start
@@ -135,6 +143,8 @@ def _setup(options: argparse.Namespace) -> dict[str, str]:
 
 def _lay_out(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:  # mesh: start
     """Check that parallelisms, mesh and model fit each other."""  # mesh: start
+    if options.parallel == "auto":  # mesh: start
+        return choosing.check(options, parser)  # mesh: start
     try:  # mesh: start
         options.layout = parallel(options.parallel, options.mesh)  # mesh: start
     except ParallelError as error:  # mesh: start
