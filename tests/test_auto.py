@@ -10,7 +10,7 @@ from whole import some
 
 import vescale_fn as vfn
 from vescale_fn import P
-from vescale_fn.choice.search.search import NothingFits
+from vescale_fn.choice.search.best import NothingFits
 from vescale_fn.recipes import gpt, llama, models, rows
 from vescale_fn.recipes.parallel import ONE_DEVICE
 

@@ -20,9 +20,10 @@ from vescale_fn.choice.choice import ChosenLayout
 from vescale_fn.choice.moves import moves
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.rules_text import given, rules_of
+from vescale_fn.choice.search.best import NothingFits
 from vescale_fn.choice.search.described import described
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
-from vescale_fn.choice.search.search import NothingFits, search
+from vescale_fn.choice.search.search import search
 from vescale_fn.choice.verified import Verified, priced_as, verified
 
 AXES = {"dp": 2, "tp": 2}

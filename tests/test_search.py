@@ -1,7 +1,9 @@
 """The search for a layout: its optimum is that of brute force, and it finds what experts have found."""
 
+import _thread
 import math
 import random
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -19,12 +21,16 @@ from vescale_fn.choice.apply import applied
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.search import options
 from vescale_fn.choice.search.again import add_repeats
+from vescale_fn.choice.search.best import best, floor, least_peak
 from vescale_fn.choice.search.held import held
+from vescale_fn.choice.search.highs import Deadline, OutOfTime
+from vescale_fn.choice.search.in_pairs import best_in_pairs
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.moves import spec_of_dims
 from vescale_fn.choice.search.program import program
-from vescale_fn.choice.search.search import best, replaced, search
+from vescale_fn.choice.search.search import replaced, search, structure_of
 from vescale_fn.choice.search.shapes import mesh_shapes, searched
+from vescale_fn.choice.search.solver import Choices
 from vescale_fn.choice.search.structure import structure
 from vescale_fn.hardware.links import Link, Protocol
 from vescale_fn.recipes import llama
@@ -318,6 +324,7 @@ def test_nothing_crosses_a_slow_axis_and_what_is_fixed_stays() -> None:
 def test_the_best_of_several_meshes_and_why_none_fits() -> None:
     recording, hardware = a_pair(), vfn.hardware.h100()
     assert mesh_shapes(16, nodes=2) == [{"dp": 16}, *({"dp": 16 // n, "tp": n} for n in (2, 4, 8))]
+    assert {"dp": 4, "fsdp": 2, "tp": 2} in mesh_shapes(16, nodes=2, names=("dp", "fsdp", "tp"))
     meshes = [{"dp": 8}, {"tp": 4}]
     found = searched(recording, meshes, hardware, candidates=3)
     alone = [search(recording, mesh, hardware, candidates=1)[0] for mesh in meshes]
@@ -329,6 +336,43 @@ def test_the_best_of_several_meshes_and_why_none_fits() -> None:
         searched(recording, meshes, hardware, memory=1000)
     with pytest.raises(vfn.errors.MeshError, match="10 ranks do not lie on 4 nodes"):
         mesh_shapes(10, nodes=4)
+
+
+def test_meshes_on_which_nothing_can_be_as_good_are_left_out_with_the_reason() -> None:
+    recording, hardware, left_out = a_pair(), vfn.hardware.h100(), list[str]()
+    found = searched(recording, [{"dp": 8}, {"dp": 2}], hardware, left_out=left_out)
+    assert {str(one.layouts.mesh) for one in found} == {"{'dp': 8}"}
+    assert "mesh (dp=2): calls alone take" in left_out.pop()
+    made = program(structure_of(recording), {"dp": 8}, hardware)
+    ((_, seconds, peak, _, _),) = best(made, None)
+    assert 0 < floor(made)[0] <= seconds
+    assert 0 < floor(made)[1] <= least_peak(made, held(made), Deadline(60)) <= peak
+    searched(recording, [{"dp": 8}, {"dp": 2}], hardware, memory=found[-1].bytes, left_out=left_out)
+    assert "mesh (dp=2): any layout needs at least" in left_out.pop()
+
+
+def test_three_axes_are_chosen_in_pairs_and_are_never_worse_than_two() -> None:
+    recording, hardware = a_pair(), vfn.hardware.h100(2)
+    two = search(recording, {"dp": 8, "tp": 2}, hardware, candidates=1)[0]
+    made = program(structure_of(recording), {"dp": 2, "fsdp": 4, "tp": 2}, hardware)
+    three = best_in_pairs(made, None, 2, Deadline(60))
+    assert three[0].seconds <= two.seconds * (1 + 1e-9)
+    assert three[0].seconds == pytest.approx(made.seconds(three[0].chosen), rel=1e-12)
+    memory = three[0].bytes * 0.9
+    tight = search(recording, made.moves.axes, hardware, memory, candidates=1)[0]
+    assert tight.bytes <= memory
+    assert set(tight.layouts.mesh) == {"dp", "fsdp", "tp"}
+
+
+def test_an_interrupt_ends_the_solver_and_so_does_time() -> None:
+    choices = Choices(program(structure_of(a_llama(16, 4096)), {"dp": 8, "tp": 8}, vfn.hardware.h100(8)))
+    timer = threading.Timer(0.1, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        choices.solve(Deadline(60))
+    assert not [one for one in threading.enumerate() if one.name == "HiGHS"]
+    with pytest.raises(OutOfTime, match=r"no layout in 0\.05 s"):
+        choices.solve(Deadline(0.05))
 
 
 def test_what_is_found_computes_what_one_device_does() -> None:

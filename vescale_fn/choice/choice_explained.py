@@ -24,8 +24,8 @@ from .price_report import Price
 from .price_text import columns, more_bytes, signed, time_text
 from .recording import Recording
 from .rules_text import kind_of
+from .search.best import NothingFits
 from .search.layouts import Layouts
-from .search.search import NothingFits
 
 _LINES = 4  # of those that use an argument
 Again = Callable[[Mapping[str, int], dict[int, P]], Any]

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._core.base.errors import TransformError
 from .._core.base.messages import report, short
-from .search.search import NothingFits
+from .search.best import NothingFits
 
 _NAME = "microbatches"
 

@@ -4,50 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
-from ..._core.base.errors import VfnError
-from ..._core.base.messages import report
-from ...plan.ir.memory_use import bytes_text
 from .again import add_repeats
+from .best import SECONDS, Best, best
 from .described import source
-from .held import HeldBytes, held
-from .highs import Deadline, OutOfTime
+from .highs import Deadline
+from .in_pairs import best_in_pairs
 from .layouts import CallLayout, Layouts
 from .moves import spec_of_dims
 from .options import Layout
 from .program import Program, program
-from .solver import Choices
 from .structure import Structure, structure
-
-_SECONDS = 60.0  # that all solutions of a search have
-_MOMENTS = 6  # that are weighed to tell the least memory
-_OTHER = 0.01  # of the bytes of the arguments: what the next best layouts place differently at least
-
-
-class Best(NamedTuple):
-    """The choices that a search found.
-
-    Attributes:
-        chosen: of each site the number of its option.
-        seconds: what they take.
-        bytes: the most that a rank holds.
-        relaxed: whether the linear relaxation gave them, without a branch.
-        proven: whether there are no better ones.
-    """
-
-    chosen: list[int]
-    seconds: float
-    bytes: float
-    relaxed: bool
-    proven: bool
-
-
-class NothingFits(VfnError):
-    """No layout needs as little memory as there is."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +49,7 @@ def search(
     fixed: Mapping[int, Any] | None = None,
     candidates: int = 6,
     ties: Mapping[int, int] | None = None,
-    seconds: float | Deadline = _SECONDS,
+    seconds: float | Deadline = SECONDS,
 ) -> list[FoundLayouts]:
     """The best layouts of a step, by prediction, the best first.
 
@@ -99,10 +69,16 @@ def search(
     """
     step = recording if isinstance(recording, Structure) else structure_of(recording, ties)
     made = program(step, mesh, hardware, fixed)
+    deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
+    return on_mesh(made, memory, candidates, deadline)
+
+
+def on_mesh(made: Program, memory: float | None, candidates: int, deadline: Deadline) -> list[FoundLayouts]:
+    """The best layouts of a program, as of `search`."""
     if memory is not None:
         add_repeats(made)
-    deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
-    return [_found(made, one) for one in best(made, memory, candidates, deadline)]
+    several = sum(size > 1 for size in made.moves.axes.values()) > 2
+    return [_found(made, one) for one in (best_in_pairs if several else best)(made, memory, candidates, deadline)]
 
 
 def structure_of(recording: Any, ties: Mapping[int, int] | None = None) -> Structure:
@@ -113,87 +89,6 @@ def structure_of(recording: Any, ties: Mapping[int, int] | None = None) -> Struc
         ties: of results, by number, the input that each replaces; None: found by shape, in order.
     """
     return structure(recording, replaced(recording) if ties is None else ties)
-
-
-def best(made: Program, memory: float | None, candidates: int = 1, deadline: Deadline | None = None) -> list[Best]:
-    """The best choices of a program. Where time ends, those that were found by then.
-
-    Raises:
-        NothingFits: in the memory.
-        OutOfTime: nothing was found by then.
-    """
-    deadline = deadline or Deadline(_SECONDS)
-    choices, holds = Choices(made), held(made)
-    found: list[Best] = []
-    while len(found) < candidates:
-        try:
-            one = _fitting(choices, holds, memory, deadline)
-        except OutOfTime:
-            if found:
-                break
-            raise
-        if one is None:
-            break
-        found.append(one)
-        inputs = _large_inputs(made)
-        choices.forbid(one.chosen, inputs or range(len(made.sites)))
-    if not found:
-        raise NothingFits(report("auto", *_does_not_fit(made, holds, memory or 0.0, deadline)))
-    return found
-
-
-def _fitting(choices: Choices, holds: HeldBytes, memory: float | None, deadline: Deadline) -> Best | None:
-    """The best choices that fit: where too much is held at a moment, that moment is bounded, and all is solved again, until
-    all fits or nothing does. A solver keeps bounds but for its tolerance: one that is exceeded is lowered by as much."""
-    bounds: dict[int, float] = {}
-    while (one := choices.solve(deadline)) is not None:
-        moments = holds.by_moment(one.chosen)
-        moment = int(moments.argmax())
-        peak = float(moments[moment])
-        if memory is None or peak <= memory:
-            return Best(one.chosen, one.seconds, peak, one.relaxed, one.proven)
-        bounds[moment] = bounds[moment] - 2 * (peak - memory) if moment in bounds else memory
-        choices.bound(*holds.row(moment), bounds[moment])
-    return None
-
-
-def _large_inputs(made: Program) -> list[int]:
-    """The sites of arguments that are at least a hundredth of all."""
-    inputs = [site for site in made.sites if site.of is not None and site.of.is_input and site.outs[0] is not None]
-    sizes = {
-        site.number: site.count * float(np.prod(site.outs[0].sizes)) * site.of.outs[0].element_size()  # type: ignore[union-attr]
-        for site in inputs
-    }
-    return [n for n, size in sizes.items() if size >= _OTHER * sum(sizes.values())]
-
-
-def _does_not_fit(made: Program, holds: HeldBytes, memory: float, deadline: Deadline) -> tuple[str, list[str], str]:
-    """By how much the least that is held exceeds the memory."""
-    peak = least_peak(made, holds, deadline)
-    what = f"no layout on {dict(made.moves.axes)} needs as little as {bytes_text(int(memory))}"
-    rows = [f"the least that was found is {bytes_text(int(peak))}, {bytes_text(int(peak - memory))} more"]
-    return what, rows, f"memory={bytes_text(int(peak))!r}, more ranks, or vfn.remat around layers"
-
-
-def least_peak(made: Program, holds: HeldBytes, deadline: Deadline) -> float:
-    """The least that choices need at their worst moment, or near it: as many moments are weighed as time allows."""
-    choices = Choices(made)
-    moments = holds.by_moment([0] * len(made.sites))
-    peak = unit = float(moments.max())
-    worst = choices.only_worst()
-    for _ in range(_MOMENTS):
-        choices.weigh(*holds.row(int(moments.argmax())), worst, unit)
-        try:
-            one = choices.solve(deadline)
-        except OutOfTime:
-            break
-        if one is None:
-            break
-        moments = holds.by_moment(one.chosen)
-        if moments.max() >= peak:
-            break
-        peak = float(moments.max())
-    return peak
 
 
 def replaced(recording: Any) -> dict[int, int]:

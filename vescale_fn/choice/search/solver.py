@@ -18,6 +18,7 @@ from .options import Layout
 from .program import Group, Program
 
 _SMALL = 20_000  # columns of a program that is solved to the last digit, if it is not integral
+_NEAR = 5e-3  # of the cost: what a larger one may miss
 _SCALE = 1e6  # microseconds
 _WHOLE = 1e-6  # from which on a share of an option counts
 _TIES = 1e-7  # of the whole cost: what the order of options may weigh
@@ -199,8 +200,8 @@ class Choices:
         if first is None:
             return self._best(self._whole(np.ones(len(self.cost)), deadline))
         gap = first.cost - least
-        if gap <= self._gap * abs(first.cost):
-            return self._solved(first.x, False, True)
+        if gap <= max(self._gap, _NEAR if len(self.cost) >= _SMALL else 0.0) * abs(first.cost):
+            return self._solved(first.x, False, gap <= self._gap * abs(first.cost))
         try:
             second = self._whole(np.where(more > gap * (1 + 1e-6), 0.0, 1.0), deadline)
         except OutOfTime:
