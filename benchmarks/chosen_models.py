@@ -85,7 +85,7 @@ def row(name: str, make: Callable[[], Any]) -> list[Any]:
     how: dict[str, Any] = {"mesh": MESH, "hardware": "h100", "donate_argnums": (0, 1)}
     found = vfn.auto(step, *args, candidates=2, **how).predicted
     if name not in hugging_face.TENSOR_PARALLEL:
-        return [name, None, None, found.seconds * 1e3, found.peak / 2**30, None]
+        return [name, "", "", found.seconds * 1e3, found.peak / 2**30, ""]
     specs = hugging_face.specs(args[0], name)
     state = args[1]._replace(**dict.fromkeys(("mean", "square"), specs), count=P())
     table = vfn.price(step, *args, specs=(specs, state, P()), **how)

@@ -23,7 +23,13 @@ are not, and no spec says how they would be split: the parts of `P.merged` are f
 and matrices of 4, 2 and 2 heads one after the other are a sum; of 4 parts as large as the keys, a rank's queries would be heads
 that read other ranks' keys. So every rank has that matrix whole, and the rest of a layer is split.
 
-The tables are for transformers 5 and later. For another architecture, print the paths (``f.params.names``) and write one.
+No table is needed where `vfn.auto` chooses: ``choice.specs[0]`` says where the parameters lie, of any architecture, from shapes
+alone, and ``choice.rules()`` is such a table, for one mesh, batch and device. It is predicted to be faster than those below in
+ten of the eleven architectures that `benchmarks/chosen_models.py` prices with both (not in ViT), most where matrices in one
+are not of one size. The tables are what is known beforehand: for any mesh and batch, for a forward pass, without a solver.
+
+The tables are for transformers 5 and later. For another architecture, take one from `vfn.auto`, or print the paths
+(``f.params.names``) and write one.
 """
 
 from __future__ import annotations
