@@ -30,7 +30,7 @@ SLOW = replace(vfn.hardware.h100(), flops={"float32": 1e6}, bytes=1e6, launch=1e
 SLOW_LINKS = replace(vfn.hardware.h100(), launch=1e-9)
 
 
-def chosen(name, meshes=MESHES, device="cuda"):
+def chosen(name, meshes=MESHES, device="cuda", bounded=None):
     """A case's step, its arguments, its layout by `auto`, the memory, and what is wanted; None where it is no case."""
     rng, found = random.Random(f"choice {name}"), case(name)
     if found is None:
@@ -46,7 +46,7 @@ def chosen(name, meshes=MESHES, device="cuda"):
             return None  # no program, or not one that can be recorded
     if not any(isinstance(x, torch.Tensor) for x in vfn.tree.leaves(args)):
         return None
-    bounded = rng.random() < 0.5
+    bounded = rng.random() < 0.5 if bounded is None else bounded
     on = replace(SLOW_LINKS if bounded else SLOW, device=device)
     mesh = vfn.make_mesh(tuple(sizes), tuple(names))
     how = {"mesh": mesh, "hardware": on, "candidates": rng.choice([1, 3])}
@@ -106,11 +106,17 @@ def faults_on_ranks(names):
     return faults, counted
 
 
+def _sent(price):
+    """What goes over the axes, and the peak."""
+    return price.peak, sorted((one.op, one.axis, one.bytes) for one in price.comms)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--bounded", action="store_true", help="all within some memory")
     parser.add_argument("--case", help="one case, as seed:number")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -121,13 +127,21 @@ def main():
             break
         with vfn.simulate(8):
             try:
-                found = chosen(name)
-                if found is None:
+                found = chosen(name, bounded=options.bounded or None)
+                if found is None or (options.bounded and found[2] is None):
                     continue
                 wrong = fault(found)
                 _, choice, memory, _ = found
                 counts["split"] += any(spec for spec in choice.layouts.inputs)
                 counts["bounded"] += memory is not None
+                searched = [one for one in choice.ranked if one.fits and one.found is not None]
+                if len(searched) > 1:
+                    counts["several fit"] += 1
+                    least = min(one.found.seconds for one in searched)
+                    counts["of which another wins than was predicted"] += searched[0].found.seconds > least * (1 + 1e-9)
+                if choice.layouts.calls:
+                    counts["of calls of its own"] += 1
+                    counts["of which as written alike"] += _sent(choice.pasted) == _sent(choice.predicted)
                 for one in (choice, *choice.others):
                     counts["layouts"] += 1
                     counts["refused, as the rules vote"] += not one.layouts.calls

@@ -46,16 +46,6 @@ def test_a_collective_takes_its_steps_and_what_the_slowest_link_sends(kind, axes
     assert TWO_NODES.collective(kind, nbytes, MESH, axes.split(",")) == pytest.approx(seconds)
 
 
-def test_ranks_of_a_number_that_was_measured_have_ways_of_their_own():
-    kinds = {"all_gather": (Protocol(0, 0, 100),), "all_gather of 4": (Protocol(1, 0, 50),)}
-    measured = replace(TWO_NODES, links=(Link(8, (Protocol(0, 0, 1),), kinds),))
-    found = [measured.collective("all_gather", 100, MESH, axes) for axes in (["dp"], ["tp"], ["dp", "tp"])]
-    assert found == pytest.approx([1, 1 + 6, 7])
-    assert Hardware.from_json(measured.to_json()) == measured
-    with pytest.raises(vfn.errors.HardwareError, match="has 'all_gathr of 4'"):
-        replace(TWO_NODES, links=(Link(8, (Protocol(0, 0, 1),), {"all_gathr of 4": ()}),))
-
-
 def test_presets_take_as_long_as_nccl_tests_have_published():
     """From 1 MiB on: of eight nodes of H100, of which there are none in the fit, the middle sizes take longer than predicted."""
     near, far = [], {}

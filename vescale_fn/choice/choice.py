@@ -98,9 +98,16 @@ class ChosenLayout:
 
     @property
     def moves(self) -> list[MoveToWrite]:
-        """Where the step is to say ``with_sharding``, so that it runs as chosen without this choice, from the first line on;
-        nowhere, where one is chosen that was given and says so itself."""
+        """Where the rules' votes differ from what was chosen, from the first line on: in the forward pass ``with_sharding`` can
+        say so, in the backward pass and inside of functions of torch nobody can; nowhere, where a layout is chosen that was
+        given and says so itself. What the step costs without them is the price `pasted`."""
         return [] if self.ranked[0].step is not None else moves(self.recorded, self.layouts)
+
+    @property
+    def pasted(self) -> Price:
+        """What the step costs as it is written, with its arguments laid out as `rules` say, and its calls as the rules vote:
+        without this choice, before any of its `moves` are written."""
+        return self.compare(pasted=self.specs)[1]
 
     def applied(self, mesh: Any = None) -> Callable[..., Any]:
         """The step in this layout as a function, to be run eagerly; on the mesh of its arguments, where none is given."""

@@ -47,8 +47,12 @@ class MoveToWrite:
 
     def __repr__(self) -> str:
         often = f", {self.count} times" if self.count > 1 else ""
-        where = f"{place(self.line)}: in the backward pass of it" if self.backward else place(self.line)
-        return f"{where}\n  {self.value}, {self.kind}, before {self.op}{often}: x = vfn.with_sharding(x, {self.spec!r})"
+        moved = f"  {self.value}, {self.kind}, before {self.op}{often}"
+        if self.backward:
+            return (
+                f"{place(self.line)}: in the backward pass of it, where nothing can be written\n{moved}: {self.spec!r}"
+            )
+        return f"{place(self.line)}\n{moved}: x = vfn.with_sharding(x, {self.spec!r})"
 
 
 def moves(recorded: Recording, layouts: Layouts) -> list[MoveToWrite]:

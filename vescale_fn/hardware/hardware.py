@@ -70,7 +70,7 @@ class Hardware:
             f"links[{i}] has {kind!r}{meant(kind, KINDS)}; kinds are {', '.join(KINDS)}"
             for i, link in enumerate(self.links)
             for kind in link.kinds
-            if kind.partition(" of ")[0] not in KINDS
+            if kind not in KINDS
         ]
         if self.device not in ("cpu", "cuda"):
             failures.append(f'device is {short(self.device)}, and is "cpu" or "cuda"')

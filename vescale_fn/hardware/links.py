@@ -42,17 +42,16 @@ class Link:
     Args:
         ranks: how many consecutive ranks share it.
         protocols: the ways in which they send, of which each collective takes the fastest.
-        kinds: those of some kinds of collectives (``"all_to_all"``), where they are others; and of some numbers of ranks
-            (``"all_to_all of 4"``), as they were measured.
+        kinds: those of some kinds of collectives (``"all_to_all"``), where they are others.
     """
 
     ranks: int
     protocols: tuple[Protocol, ...]
     kinds: Mapping[str, tuple[Protocol, ...]] = field(default_factory=dict[str, tuple[Protocol, ...]])
 
-    def of(self, kind: str, count: int) -> tuple[Protocol, ...]:
-        """The ways in which a kind of collective of so many ranks is sent."""
-        return self.kinds.get(f"{kind} of {count}") or self.kinds.get(kind, self.protocols)
+    def of(self, kind: str) -> tuple[Protocol, ...]:
+        """The ways in which a kind of collective is sent."""
+        return self.kinds.get(kind, self.protocols)
 
 
 class Hop(NamedTuple):
@@ -96,7 +95,7 @@ def seconds(kind: str, nbytes: float, mesh: Mapping[str, int], axes: Sequence[st
     for link in links:
         above = units(sizes, tuple(axes), link.ranks)
         if above < below:
-            ways = link.of(kind, count)
+            ways = link.of(kind)
             hops.append(Hop(below, above, _quickest(ways), link is links[0]))
         below = above
     return min(_over(kind, nbytes, count, [*hops[:-1], hops[-1]._replace(protocol=way)]) for way in ways)

@@ -163,13 +163,12 @@ def _described(
     function = _LONG / work("function")
     moved, ranks, gpu = 12 * _LONG / work("moved"), math.prod(axes_of(mesh).values()), device.type == "cuda"
     sizes = {axes: collectives.group_size(mesh, axes) for axes in groups}
-    timed: dict[str, list[_Timed]] = {}
-    for kind, axes, nbytes in itertools.product(_PARAMS, groups, _SIZES):
-        one = _Timed(sizes[axes], nbytes, found[kind, axes, nbytes])
-        timed.setdefault(kind, []).append(one)
-        if len(set(sizes.values())) > 1:  # what more ranks add is no ring's, where processes share cores
-            timed.setdefault(f"{kind} of {one.count}", []).append(one)
-    kinds = {name: (_fitted(name.partition(" of ")[0], rows),) for name, rows in timed.items()}
+    timed = {
+        kind: [_Timed(sizes[axes], nbytes, found[kind, axes, nbytes]) for axes in groups for nbytes in _SIZES]
+        for kind in _PARAMS
+        if groups
+    }
+    kinds = {kind: (_fitted(kind, rows),) for kind, rows in timed.items()}
     return Hardware(
         f"{ranks} ranks on {device.type}, measured",
         {"float32": rate, "float64": double},
