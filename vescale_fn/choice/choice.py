@@ -9,7 +9,7 @@ from typing import Any
 from .._core.arrays.placement import shard
 from .._core.base import context, tree
 from .._core.base.errors import SpecError
-from .._core.base.messages import report
+from .._core.base.messages import mesh_text, report
 from .._core.distributed.comm_log import CommLog
 from .._core.distributed.mesh import make_mesh
 from .._core.sharding.spec import P
@@ -188,5 +188,6 @@ class ChosenLayout:
         return choice_text(self.recorded, self.ranked, self.hardware, self.budget, self.microbatches, parts)
 
     def _repr_html_(self) -> str:
-        prices = [replace(one.price, name=str(n)) for n, one in shown(self.ranked)]
+        name = lambda n, one: ": ".join(filter(None, (f"{n}", mesh_text(one.layouts.mesh), one.name)))
+        prices = [replace(one.price, name=name(n, one)) for n, one in shown(self.ranked)]
         return side_by_side(prices, repr(self))
