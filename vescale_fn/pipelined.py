@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -216,10 +216,23 @@ class Pipelined:
         f = getattr(self._f, "__qualname__", None) or short(self._f)
         return f"<vfn.pipeline of {f} along {self._axis!r}, {self._count} microbatches>"
 
+    @property
+    def axis(self) -> str:
+        """The axis of the mesh along which its stages run."""
+        return self._axis
+
+    def said(self, sizes: Mapping[str, int]) -> str:
+        """In a few words what it is on a mesh of these sizes: ``4 ranks of stages, 8 microbatches, zb_h1``."""
+        made = self._schedule if not isinstance(self._schedule, functools.partial) else self._schedule.func
+        how = made if isinstance(made, str) else getattr(made, "__name__", "a schedule of its own")
+        return f"{sizes[self._axis]} ranks of stages, {self._count} microbatches, {how}"
+
     @torch_internals.not_compiled
     def __call__(self, params: Any, *batch: Any, **kwargs: Any) -> Any:
         self._check_around()
         leaves, structure = opened(params, "pipeline", "params", modules=True)
+        if (notes := context.pipelines()) is not None:
+            notes.note(self, params, batch, kwargs)
         others = [x for x in tree.leaves((batch, kwargs)) if isinstance(x, torch.Tensor)]
         if not torch.is_grad_enabled():
             return self._run(_made_anew(self._f), None, params, batch, kwargs)
@@ -279,7 +292,9 @@ class Pipelined:
         """What the function, or with its gradients `f`, gives; `how`: which gradients these are, None for none."""
         mesh = self._mesh([params, batch, kwargs])
         if mesh is None:
-            return microbatches(f, self._count)(params, *batch, **kwargs)
+            notes = context.pipelines()
+            count = self._count if notes is None else notes.parts or self._count
+            return microbatches(f, count)(params, *batch, **kwargs)
         recorder, along = self._recorder(), _along(mesh, self._axis, _world())
         if recorder is None:  # a plan may be looked at anywhere
             check_runs(mesh)

@@ -17,6 +17,7 @@ from .._core.base.containers import opened
 from .._core.base.errors import MeshError, SpecError, TransformError
 from .._core.base.messages import described, mesh_text, report
 from .._core.distributed.mesh import same
+from .._core.distributed.places import whole_mesh
 from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import type_text
 from .._core.sharding.placements import normal
@@ -214,7 +215,7 @@ class Applied:
 
 def mesh_for(axes: Mapping[str, int], mesh: Any, leaves: Sequence[Any]) -> Any:
     """The mesh that a call runs on: the one that is given, that of its arguments, or the current one; of these axes."""
-    own = next((mesh_of(x) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
+    own = next((whole_mesh(mesh_of(x)) for x in leaves if isinstance(x, torch.Tensor) and is_array(x)), None)
     mesh = mesh or own or context.current_mesh()
     wanted = mesh_text(axes)
     if mesh is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._core import torch_internals
+from .._core.base import context
 from .._core.base.errors import SpecError, TransformError
 from .._core.base.front_door import public
 from .._core.base.messages import mesh_text, report
@@ -19,8 +20,9 @@ from ..plan.jit import Jitted
 from .agreed import agreed, met_on
 from .auto_arguments import budgeted, donated, given_specs, on_meshes
 from .choice import ChosenLayout
-from .given import given, own_meshes
+from .given import given, own_meshes, with_own_mesh
 from .in_parts import best_in_parts
+from .piped import PipedStep, PipelineNotes, parted
 from .recording import Recording, record
 from .search.highs import highs
 from .search.search import search
@@ -56,7 +58,8 @@ def auto(
             count.
         mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind; or several of them, to choose from, such as
             ``mesh_shapes(64, nodes=8)``. By default that of the arguments, or the current one. Where that is one of processes,
-            all of them call it, and get the same answer, or an error.
+            all of them call it, and get the same answer, or an error. On those with the axis of a
+            `pipeline` in the step it runs in stages, its parameters at the ranks that use them, its calls as the rules vote.
         memory: what a rank may need: bytes, ``"70 GiB"``, or ``"90 %"`` of a device's. By default all that a device has.
         hardware: as for `price`.
         fixed: specs that are given: a `P` for all arguments; or a tuple with a `P`, a prefix tree, or rules (which need not
@@ -121,22 +124,42 @@ def _chosen(
         mesh = own_meshes(others) or None
     meshes, found = on_meshes(mesh, args, hardware)
     budget = budgeted(memory, found)
-    recorded = record(step, *args)
+    with context.setting(pipelines=(notes := PipelineNotes())):
+        recorded = record(step, *args)
+    meshes, piped = parted(step, notes, meshes)
     free = [(on, given_specs(recorded, fixed, on)) for on in meshes]
     usable = {on: specs for on, (specs, wrong) in free if not wrong}
-    if not usable:
+    if free and not usable:
         _fixed(recorded, fixed, free[0][0])
-    stays = next(iter(usable.values()))
+    stays = next(iter(usable.values()), {})
     solve = functools.partial(
         searched, recorded, [axes_of(on) for on in usable], found, fixed=stays, candidates=candidates, seconds=seconds
     )
+    others = _with_stages(piped, others, args, fixed, found, budget, seconds if candidates else None)
     rows = given(recorded, args, others, list(usable), lambda on: _fixed(recorded, fixed, on), found, budget, donate)
-    ranked = verified(recorded, found, budget, solve, 5 if candidates else 0, donate, rows)
+    ranked = verified(recorded, found, budget, solve, 5 if candidates and usable else 0, donate, rows)
 
     def again(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
         return search(recorded, on, found, budget, {**stays, **more}, 1, seconds=seconds)[0]
 
-    return ChosenLayout(recorded, ranked, found, budget, again, donate)
+    staged = piped is not None and ranked[0].layouts.mesh in list(map(axes_of, piped.meshes))
+    return ChosenLayout(recorded, ranked, found, budget, None if staged else again, donate)
+
+
+def _with_stages(
+    piped: PipedStep | None,
+    others: Mapping[str, Any],
+    args: tuple[Any, ...],
+    fixed: Any,
+    hardware: Hardware,
+    memory: float,
+    seconds: float | None,
+) -> Mapping[str, Any]:
+    """The layouts that are given, with those in which the step runs in stages; `seconds`: None where nothing is searched."""
+    if piped is None:
+        return others
+    rows = {} if seconds is None else piped.rows(args, fixed, hardware, memory, seconds)
+    return {**(with_own_mesh(others) if piped.alone else others), **piped.given(others, args), **rows}
 
 
 def _fixed(recorded: Recording, fixed: Any, mesh: AbstractMesh) -> dict[int, P]:

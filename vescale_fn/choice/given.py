@@ -91,6 +91,11 @@ def own_meshes(others: Mapping[str, Any]) -> list[AbstractMesh]:
     return [mesh for mesh in found if mesh is not None]
 
 
+def with_own_mesh(others: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that bring a mesh with them."""
+    return {name: entry for name, entry in others.items() if _opened(name, entry).mesh is not None}
+
+
 def _opened(name: str, entry: Any) -> _Given:
     """What an entry of `others` says."""
     if not (isinstance(entry, tuple) and entry and callable(entry[0])):

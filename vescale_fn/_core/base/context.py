@@ -375,6 +375,16 @@ def devices() -> str:
     return here.slot.now.devices
 
 
+def rates() -> Any:
+    """What the hardware does for which stages are cut that are only looked at; None where its devices say it."""
+    return here.slot.now.rates
+
+
+def pipelines() -> Any:
+    """What notes the pipelines that a recording as for one device meets; None where nobody asks."""
+    return here.slot.now.pipelines
+
+
 def unlogged() -> contextlib.AbstractContextManager[None]:
     """Record no collective of this thread: none is carried out."""
     return setting(unlogged=True)

@@ -41,6 +41,8 @@ class Thread:
     unlogged: bool = False
     apart: tuple[tuple[str, str], ...] = ()  # axes along which a condition around differs, and whose condition it is
     keyed: Any = None  # the mode in which a module draws from a key
+    rates: Any = None  # by which stages that are only looked at are cut: a `plan.ir.costs.Rates`
+    pipelines: Any = None  # what notes those that a recording meets: a `choice.piped.PipelineNotes`
     line: str = ""  # of the user's, of the recorded collective that runs
     devices: str = ""  # "cpu" or "cuda": on which a plan is to run that is only looked at; "" where the mesh says it
     blocks: tuple[object, ...] = ()  # the `context.setting`s in force, each by an object of its own
