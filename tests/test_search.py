@@ -36,7 +36,8 @@ from vescale_fn.hardware.links import Link, Protocol
 from vescale_fn.recipes import llama
 
 SIZES = 32, 64, 96, 128, 4096
-CLOSE = 1e-11  # seconds, of programs of some 1e-5: what the solver's tolerance, and the order of equal ones, may weigh
+CLOSE = 1 - 1e-9  # what the solver's tolerance, and the order of equal ones, may weigh
+MOST = 10**8  # layouts that brute force looks among on two axes
 RECORDED = {*PROGRAMS} - {"control_flow", "indexing", "losses", "scattering"}  # the others depend on values
 
 
@@ -132,8 +133,10 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
     axes = rng.choice([{"a": 4}, {"a": 2, "b": 2}, {"a": 8, "b": 2}] if two else [{"a": 2}, {"a": 4}])
     ties = replaced(recording) if rng.random() < 0.5 else {}
     made = program(structure(recording, ties), axes, vfn.hardware.h100(2))
+    if math.prod(len(site.options) for site in made.sites) > MOST:
+        made = program(structure(recording, ties), {"a": 2}, vfn.hardware.h100(2))
     ((_, seconds, peak, _, _),) = best(made, None)
-    assert brute_force(made, seconds - CLOSE, None) is None
+    assert brute_force(made, seconds * CLOSE, None) is None
     memory = peak * rng.choice((0.98, 0.9, 0.7))
     try:
         ((chosen, seconds, peak, _, _),) = best(made, memory)
@@ -142,7 +145,7 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
     else:
         assert peak <= memory
         assert seconds == pytest.approx(made.seconds(chosen), rel=1e-12)
-        assert brute_force(made, seconds - CLOSE, memory) is None
+        assert brute_force(made, seconds * CLOSE, memory) is None
 
 
 @pytest.mark.parametrize("name", sorted({*RECORDED, "zeros"}) if whole.WHOLE else ("shapes", "zeros"))
@@ -185,7 +188,7 @@ def test_products_are_computed_again_where_memory_binds_and_it_takes_least(axes)
     recording = record(step, [shape(64, 4096)] * 2, shape(4096, 64))
     made = program(structure(recording, {}), axes, vfn.hardware.h100())
     ((_, seconds, peak, *_),) = best(made, None)
-    assert brute_force(made, seconds - CLOSE, None) is None
+    assert brute_force(made, seconds * CLOSE, None) is None
     counts = [len(site.options) for site in made.sites]
     add_repeats(made)
     repeated = [n for n, site in enumerate(made.sites) if len(site.options) > counts[n]]
@@ -198,7 +201,7 @@ def test_products_are_computed_again_where_memory_binds_and_it_takes_least(axes)
             assert brute_force(made, math.inf, share * peak) is None
         else:
             assert needs <= share * peak
-            assert brute_force(made, seconds - CLOSE, share * peak) is None
+            assert brute_force(made, seconds * CLOSE, share * peak) is None
             used += [n for n in repeated if made.sites[n].options[chosen[n]].again]
     assert used
 
@@ -270,6 +273,30 @@ def test_it_finds_the_pair_of_megatron_and_the_vocabulary() -> None:
     assert all(spec[1] == "tp" for call in attention for spec in call.ins if len(spec) > 1)  # heads
     assert placed(recording, found, "['head']") == P("tp")
     assert found.relaxed
+
+
+def trained(loss):
+    """A step of gradient descent."""
+
+    def step(params, *batch):
+        grads = vfn.grad(lambda params: loss(params, *batch).float().square().mean())(params)
+        return vfn.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    return step
+
+
+def test_experts_lie_one_by_one_and_what_is_small_is_trained_by_examples_alone() -> None:
+    """Experts of which each computes its own tokens: nothing travels. Parameters smaller than a batch: their gradients do."""
+    both = lambda params, x: torch.relu(x @ params["up"]) @ params["down"]
+    experts = {"up": shape(8, 2048, 8192), "down": shape(8, 8192, 2048)}
+    routed = lambda params, x, places: both(params, x[places])
+    given = shape(16384, 2048), shape(8, 4096, dtype=torch.int64)
+    found = search(record(trained(routed), experts, *given), {"ep": 8}, vfn.hardware.h100(), candidates=1)[0]
+    assert found.layouts.inputs == (P("ep"), P("ep"), P(), P("ep"))
+    small = {"up": shape(256, 1024), "down": shape(1024, 256)}
+    recording = record(trained(both), small, shape(1 << 17, 256))
+    found = search(recording, {"dp": 2, "tp": 4}, vfn.hardware.h100(), candidates=1)[0]
+    assert found.layouts.inputs == (P(), P(), P(("dp", "tp")))
 
 
 def test_parameters_are_split_where_memory_binds_and_not_where_it_does_not() -> None:

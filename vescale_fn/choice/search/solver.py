@@ -21,7 +21,8 @@ _SMALL = 20_000  # columns of a program that is solved to the last digit, if it 
 _NEAR = 5e-3  # of the cost: what a larger one may miss
 _SCALE = 1e6  # microseconds
 _WHOLE = 1e-6  # from which on a share of an option counts
-_TIES = 1e-7  # of the whole cost: what the order of options may weigh
+_LEAST = 1e5  # what a step costs at least in the solver's units, whose tolerance is 1e-7
+_TIES = 2e-12  # of that: what the order of options may weigh
 
 
 @dataclass(frozen=True)
@@ -250,12 +251,15 @@ class Choices:
     def _lp(self, upper: np.ndarray) -> Any:
         h = highs()
         lp = h.HighsLp()
-        cost = np.array(self.cost) * _SCALE
+        ends = zip(self.starts, self.starts[1:])
+        least = sum(min(self.cost[a:b]) for a, b in ends)
+        scale = max(_SCALE, _LEAST / least) if least > 0 else _SCALE
+        cost = np.array(self.cost) * scale
         lp.num_col_, lp.num_row_ = len(cost), len(self.rows)
         order = np.zeros(len(cost))
         for a, b in zip(self.starts, self.starts[1:]):
             order[a:b] = np.arange(b - a)
-        lp.col_cost_ = cost + order * _TIES
+        lp.col_cost_ = cost + order * _TIES * max(least * scale, _LEAST)
         lp.col_lower_, lp.col_upper_ = np.zeros(len(cost)), upper
         lp.row_lower_ = np.array([row[2] for row in self.rows])
         lp.row_upper_ = np.array([row[3] for row in self.rows])
