@@ -4,6 +4,7 @@ import _thread
 import math
 import random
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -393,13 +394,19 @@ def test_three_axes_are_chosen_in_pairs_and_are_never_worse_than_two() -> None:
 
 def test_an_interrupt_ends_the_solver_and_so_does_time() -> None:
     choices = Choices(program(structure_of(a_llama(16, 4096)), {"dp": 8, "tp": 8}, vfn.hardware.h100(8)))
-    timer = threading.Timer(0.1, _thread.interrupt_main)
-    timer.start()
+    solvers = lambda: [one for one in threading.enumerate() if one.name == "HiGHS"]
+
+    def interrupt() -> None:
+        while not solvers():
+            time.sleep(0.01)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         choices.solve(Deadline(60))
-    assert not [one for one in threading.enumerate() if one.name == "HiGHS"]
-    with pytest.raises(OutOfTime, match=r"no layout in 0\.05 s"):
-        choices.solve(Deadline(0.05))
+    assert not solvers()
+    with pytest.raises(OutOfTime, match="no layout in 0 s"):
+        choices.solve(Deadline(0))
 
 
 def test_what_is_found_computes_what_one_device_does() -> None:
