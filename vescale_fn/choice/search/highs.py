@@ -81,7 +81,8 @@ def run(solver: Any, deadline: Deadline) -> None:
     thread = threading.Thread(target=work, name="HiGHS", daemon=True)
     thread.start()
     try:
-        thread.join()
+        while thread.is_alive():
+            thread.join(0.05)  # a wait without an end is not left where the signal came to another thread
     finally:
         stop.set()
         while thread.is_alive():
