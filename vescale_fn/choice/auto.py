@@ -21,6 +21,7 @@ from .agreed import agreed, met_on
 from .auto_arguments import budgeted, donated, given_specs, on_meshes
 from .choice import ChosenLayout
 from .given import given, own_meshes, with_own_mesh
+from .held_to import with_repeats
 from .in_parts import best_in_parts
 from .piped import PipedStep, PipelineNotes, parted
 from .recording import Recording, record
@@ -132,9 +133,10 @@ def _chosen(
     if free and not usable:
         _fixed(recorded, fixed, free[0][0])
     stays = next(iter(usable.values()), {})
-    solve = functools.partial(
+    one = functools.partial(
         searched, recorded, [axes_of(on) for on in usable], found, fixed=stays, candidates=candidates, seconds=seconds
     )
+    solve = functools.partial(with_repeats, one)
     others = _with_stages(piped, others, args, fixed, found, budget, seconds if candidates else None)
     rows = given(recorded, args, others, list(usable), lambda on: _fixed(recorded, fixed, on), found, budget, donate)
     ranked = verified(recorded, found, budget, solve, 5 if candidates and usable else 0, donate, rows)

@@ -6,10 +6,32 @@ find out, so that only those are tried that may be the best.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from .search.best import NothingFits
+from .search.highs import OutOfTime
+
 _TRIES = 2  # layouts: the pass that holds a plan to a memory takes as long as some tens of recordings
+
+
+def with_repeats(solve: Callable[..., Sequence[Any]], memory: float | None) -> Sequence[Any]:
+    """What a search finds within a memory, and besides the best that it finds where products may be computed again; or, where
+    nothing fits without, as many as it was asked for.
+
+    Raises:
+        NothingFits: neither.
+    """
+    if memory is None:
+        return solve(memory=None)
+    try:
+        found = solve(memory=memory)
+    except NothingFits:
+        return solve(memory=memory, again=True)
+    try:
+        return [*found, *solve(memory=memory, again=True, candidates=1)]
+    except (NothingFits, OutOfTime):
+        return found
 
 
 class Holding:

@@ -97,7 +97,6 @@ def verified(
         VfnError: no plan within the memory was found.
     """
     found, seen = list[Verified](), set[Any]()
-    hold = Holding(memory, functools.partial(_held_to, recorded, hardware=hardware, donate=donate))
     fitting, beyond = _free(solve, memory) if rounds else ([], [])
     bound, failure, lowered = memory, None, False
     for _ in range(rounds):
@@ -106,14 +105,13 @@ def verified(
         new = [one for one in (*new, *beyond) if (key := _key(one.layouts)) not in seen and not seen.add(key)]
         found += [_priced(recorded, one, hardware, memory, donate) for one in new]
         fitting, beyond = [], []
-        hold.some_of(found)
         if memory is None or bound is None or _any_fits(found) or (missing and lowered):
             break
         if not missing:
             lowered = True
         bound = bound * _RAISED if missing else _lower(bound, memory, found)
     found += others
-    hold.some_of(found)
+    Holding(memory, functools.partial(_held_to, recorded, hardware=hardware, donate=donate)).some_of(found)
     if not _any_fits(found):
         raise (_does_not_fit(recorded, found, memory) if found or failure is None else failure)
     return ranked(found)

@@ -49,9 +49,9 @@ def _can_be_again(x: Described) -> bool:
     return one and not plan.has_effect(x.node) and (is_cheap(x.node) or flops(x.node) > 0)
 
 
-def add_repeats(made: Any) -> None:
+def add_repeats(made: Any, wanted: bool = True) -> None:
     """Give the sites of products whose values can be computed again their options once more, for that."""
-    for number in {n for n, _ in made.step.gaps}:
+    for number in {n for n, _ in made.step.gaps if wanted}:
         site = made.sites[number]
         if not is_cheap(site.of.node):
             site.options = site.options + [replace(x, seconds=2 * x.seconds, again=True) for x in site.options]

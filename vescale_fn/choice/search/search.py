@@ -50,6 +50,7 @@ def search(
     candidates: int = 6,
     ties: Mapping[int, int] | None = None,
     seconds: float | Deadline = SECONDS,
+    again: bool = False,
 ) -> list[FoundLayouts]:
     """The best layouts of a step, by prediction, the best first.
 
@@ -62,6 +63,7 @@ def search(
         candidates: how many layouts, which lie differently by at least a hundredth of the arguments' bytes.
         ties: of results, by number, the input that each replaces; None: found by shape, in order.
         seconds: that all solutions have together, or until when. Where they end, what was found by then is the answer.
+        again: whether products of the forward pass may be computed again, so that less is held.
 
     Raises:
         NothingFits: in the memory.
@@ -69,14 +71,13 @@ def search(
     """
     step = recording if isinstance(recording, Structure) else structure_of(recording, ties)
     made = program(step, mesh, hardware, fixed)
+    add_repeats(made, again)
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
     return on_mesh(made, memory, candidates, deadline)
 
 
 def on_mesh(made: Program, memory: float | None, candidates: int, deadline: Deadline) -> list[FoundLayouts]:
     """The best layouts of a program, as of `search`."""
-    if memory is not None:
-        add_repeats(made)
     several = sum(size > 1 for size in made.moves.axes.values()) > 2
     return [_found(made, one) for one in (best_in_pairs if several else best)(made, memory, candidates, deadline)]
 

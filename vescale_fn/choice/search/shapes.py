@@ -9,6 +9,7 @@ from typing import Any
 from ..._core.base.errors import MeshError
 from ..._core.base.messages import mesh_text, report, short
 from ...plan.ir.memory_use import bytes_text
+from .again import add_repeats
 from .best import SECONDS, NothingFits, floor
 from .highs import Deadline, OutOfTime
 from .program import program
@@ -66,6 +67,7 @@ def searched(
     candidates: int = 6,
     seconds: float = SECONDS,
     left_out: list[str] | None = None,
+    again: bool = False,
 ) -> list[FoundLayouts]:
     """The best layouts on any of these meshes, by prediction, the best first: that of each mesh, and the best others,
     `candidates` in all. Arguments as of `search`; to `left_out` is added which meshes were not searched, and why.
@@ -83,6 +85,7 @@ def searched(
     left_out = [] if left_out is None else left_out
     for mesh in meshes:
         made = program(step, mesh, hardware, fixed)
+        add_repeats(made, again)
         least, held_ = floor(made)
         fastest = min((one.seconds for one in found), default=math.inf)
         if not deadline.left and found:
