@@ -329,6 +329,21 @@ def test_the_ring_keeps_a_ranks_part_and_no_scores(zigzag):
     assert sorted(x.numel() for x in kept) == sorted([q, k, k, q, q // 8])  # q, k, v, the result, its logarithm
 
 
+@pytest.mark.parametrize(("causal", "zigzag", "terms"), [(True, 0, {}), (True, 2, {}), (False, 0, {"window": 8})])
+def test_a_plan_of_the_ring_brings_keys_round_again(causal, zigzag, terms):
+    """Were they kept from the forward pass on, each rank would have those of all."""
+    f = loss(lambda *x: attention(*x, causal=causal, zigzag=zigzag, **terms), torch.ones(2, 4, 16, 5, dtype=F64))
+    with vfn.simulate(2):
+        simulated = vfn.make_mesh((2,), ("cp",))
+        parts = vfn.shard(made(length=16), simulated, P(None, None, "cp"))
+        with vfn.comm_log() as log:
+            vfn.grad(f, (0, 1, 2))(*parts)
+        for step, mesh in ((f, vfn.abstract_mesh((2,), ("cp",))), (vfn.plan.shared(f), simulated)):
+            parts = vfn.shard(made(length=16), mesh, P(None, None, "cp"))
+            plan = vfn.jit(vfn.grad(step, (0, 1, 2))).lower(*parts).comms()
+            assert sum(call.bytes for call in plan) == log.bytes()
+
+
 def test_zigzag_halves_the_work_of_the_ring(monkeypatch):
     pairs = []
     counted = lambda q, k, *rest: pairs.append(q.shape[0] * q.shape[2] * k.shape[2]) or blockwise.part(q, k, *rest)

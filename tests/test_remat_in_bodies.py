@@ -126,13 +126,36 @@ def recorded_again():
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
+IN_CALLS = {
+    "shared": shared,
+    "scan": lambda f: lambda w, x: vfn.scan(lambda c, _: (c + f(w, x * c), None), w.sum(), None, 2)[0],
+    "cond": lambda f: lambda w, x: vfn.cond(w.sum() > -99, f, lambda w, x: w.sum(), w, x),
+}
+
+
+def bodies_again(*names):
+    """Bodies that the derivative of a call of the plan runs: in a remat, and in a user's rule."""
+    mesh = vfn.make_mesh((2,), ("i",))
+    w, x = vfn.shard(W[0], mesh, P()), vfn.shard(X[:2], mesh, P("i"))
+    body = vfn.shard_map(lambda w, x: torch.sin(w.exp() * x), mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
+    ruled = vfn.custom_vjp(lambda w, x: (w.exp() * x).square().sum())
+    ruled.defvjp(lambda w, x: (ruled(w, x), (w, x)), lambda kept, ct: vfn.vjp(body, *kept)[1](ct * body(*kept)))
+    for inner in (vfn.remat(lambda w, x: body(w, x).square().sum()), ruled):
+        for name in names:
+            f = vfn.grad(IN_CALLS[name](inner), (0, 1))
+            wanted, found = map(vfn.unshard, (f(w, x), vfn.jit(f)(w, x)))
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_recorded_again():
     with vfn.simulate(2):
         recorded_again()
+        bodies_again(*IN_CALLS)
 
 
 def test_recorded_again_on_real_ranks(gloo):
     gloo(2, recorded_again)
+    gloo(2, bodies_again, "shared")
 
 
 def test_the_reentrant_kind():

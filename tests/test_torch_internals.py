@@ -680,6 +680,13 @@ CASES = {
     "stored_at": lambda: [*door.stored_at().__dataclass_fields__][:3] == ["relative_path", "offset", "length"],
     "strided_shard": lambda: door.strided_shard(1, 2).split_factor == 2,
     "strided_shard_type": lambda: type(door.strided_shard(0, 2)) is door.strided_shard_type,
+    "torch_function": lambda: inside(
+        torch.device("meta"),
+        lambda: inside(
+            door.no_torch_function(),
+            lambda: inside(door.torch_function(), lambda: torch.zeros(2).device.type) == "meta",
+        ),
+    ),
     "torch_function_on": lambda: (
         door.torch_function_on() and not inside(door.no_torch_function(), door.torch_function_on)
     ),

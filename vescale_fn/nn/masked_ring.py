@@ -197,7 +197,8 @@ class _Attention(torch.autograd.Function):
         for_q: Any = 0.0
         for_mask, sums, at = [], [], 0
         for visit, step in enumerate(ring.steps):
-            k, v, *sums = ring.moved(step - at, [k, v, *sums])
+            with context.setting(repeats=object()):  # keys that have come before: a plan is not to keep them in between
+                k, v, *sums = ring.moved(step - at, [k, v, *sums])
             at = step
             keep = given.keep(ring, visit, q)
             share = torch.exp(given.scores(ring, visit, q, k) - top.unsqueeze(-1)) / total.unsqueeze(-1)

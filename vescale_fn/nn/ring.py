@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._core import torch_internals
+from .._core.base import context
 from .._core.distributed import collectives
 from .._core.local_types import tensor_types
 from .._core.shard_map.collective_calls import bucketed, taking_part
@@ -54,6 +55,12 @@ class Ring:
             perm=tuple((i, (i + 1) % n) for i in range(n)),
         )
         return bucketed(turn, list(xs))
+
+    def turned_again(self, *xs: Tensor) -> list[Tensor]:
+        """The same in a backward pass, of keys that have gone round before: a plan that merged the two would keep those of all
+        ranks in between."""
+        with context.setting(repeats=object()):
+            return self.turned(*xs)
 
     def earlier(self, step: int) -> Tensor:
         """Whether the keys that are here after so many turns are of a rank before this one."""
@@ -119,7 +126,7 @@ def _in_order(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 def _in_order_backward(ring: Ring, given: Grads, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor) -> Any:
     grads = [wide(g) for g in part_backward(*given, q, k, v, out, log, ring.scale, ring.causal)]
     for step in range(1, ring.n):
-        k, v, *grads[1:] = ring.turned(k, v, *grads[1:])
+        k, v, *grads[1:] = ring.turned_again(k, v, *grads[1:])
         seen = torch.where(ring.earlier(step), log, math.inf) if ring.causal else log
         more = part_backward(*given, q, k, v, out, seen, ring.scale, False)
         grads = [a + b for a, b in zip(grads, more, strict=True)]
@@ -169,7 +176,7 @@ def _zigzag(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 def _zigzag_backward(ring: Ring, given: Grads, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log: Tensor) -> Any:
     grads = [wide(g) for g in part_backward(*given, q, k, v, out, log, ring.scale, True)]
     for step in range(1, ring.n):
-        k, v, *grads[1:] = ring.turned(k, v, *grads[1:])
+        k, v, *grads[1:] = ring.turned_again(k, v, *grads[1:])
         before = ring.earlier(step)
         queries, keys, values = _pairs(before, q, (k, v))
         grad, log_grad, out_there, log_there = (None if x is None else _pair(before, x) for x in (*given, out, log))

@@ -26,6 +26,7 @@ class Thread:
     primals: Sequence[Any] = ()  # what the innermost `vfn.grad` on the plain engine differentiates by
     keeper: Any = None  # of a `vfn.remat` with a policy, while its function runs: a `kept_values.Keeper`
     may_merge: bool = False  # whether a plan may merge what is computed again with what it repeats
+    repeats: object | None = None  # of a derivative that makes again what it has not kept: each time another one
     keeps_all: bool = False  # whether `vfn.remat` computes nothing again: what is around it does
     computed_again: bool = False  # whether this is in what `vfn.remat` computes again; known where a pipeline records
     kept: list[Any] | None = None  # where `saved_residuals` collects what is kept for a backward pass

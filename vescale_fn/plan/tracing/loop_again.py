@@ -264,7 +264,8 @@ def gradients(pairs: Sequence[tuple[Any, Any]], by: Leaves, captured: Leaves, fu
     if not pairs:
         return [None] * (len(by) + len(captured))
     outs, cts = zip(*pairs)
-    with torch_internals.ending_at(captured):
+    # what is around may have hidden torch functions: here a remat, or a user's derivative, runs bodies of `shard_map`
+    with torch_internals.ending_at(captured), torch_internals.torch_function():
         found = torch.autograd.grad(
             outs, [*by, *captured], cts, allow_unused=True, retain_graph=True, create_graph=further
         )

@@ -125,7 +125,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         # of what is being computed again; held, so that no later one is taken for it
         self._row: tuple[list[int], int] | None = None  # of the call of a row that is being recorded: see `row`
         self._in_row, self._has_rows = 0, False
-        self._again: FrameType | None = None
+        self._again: object = None
         self._times = 0
         self.formulas: dict[
             fx.Node, int
@@ -849,6 +849,7 @@ class Recorder(torch_internals.TorchDispatchMode):
             elif user is None and source_lines.is_users(code.co_filename):
                 user = frame
             frame = frame.f_back
+        top = state.now().repeats or top
         if top is not self._again:
             self._again, self._times = top, self._times + (top is not None)
         again = self._times if top is not None and not state.now().may_merge else None
