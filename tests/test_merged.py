@@ -118,6 +118,7 @@ LAYOUTS = [
     P(P.merged((3, "a"), (8, None))),
     P(P.merged((8, "b"), (3, "a"))),
     P(P.merged((1, "a"), (24, "b"))),
+    P(P.merged((3, None), (8, ("a", "b")))),
 ]
 
 
@@ -145,6 +146,8 @@ def test_moves(names: str) -> None:
         (P(P.merged((4, "a"), (6, "b"))), P(P.merged((4, "a"), (6, None)), "b"), ["all_to_all b"]),
         (P("a", unreduced={"b"}), P(P.merged((4, "a"), (6, "b"))), ["reduce_scatter b"]),
         (P("a"), P(P.merged((4, "a"), (6, "b"))), []),
+        # the part is cut along b before it is summed over a: parts are taken apart again
+        (P(unreduced={"a"}), P(P.merged((3, None), (8, ("a", "b")))), ["reduce_scatter a"]),
     ],
     ids=str,
 )

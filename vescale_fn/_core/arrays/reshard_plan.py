@@ -97,7 +97,13 @@ def _taken_apart(
             return None
         specs.append(from_split_axes([row for rows, _ in found for row in rows], spec.unreduced, spec.reduced))
     steps = plan(tuple(size for sizes in apart for size in sizes), axes, *specs)
-    return tuple(replace(step, apart=apart) for step in steps)
+    return tuple(replace(step, apart=_joined(apart, step.apart) if step.apart else apart) for step in steps)
+
+
+def _joined(apart: tuple[tuple[int, ...], ...], again: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The sizes that each dim is taken apart into, where each of its parts is taken apart again."""
+    parts = iter(again)
+    return tuple(tuple(size for _ in sizes for size in next(parts)) for sizes in apart)
 
 
 class _Steps:
