@@ -1,5 +1,6 @@
 """`auto`: the layout that it chooses computes what one device does, is never worse than those given, and fits."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -52,6 +53,15 @@ def test_a_chosen_training_step_computes_what_one_device_does(model, axes) -> No
         for a, b in zip(vfn.tree.leaves(want), vfn.tree.leaves(got), strict=True):
             # gradients of k's bias are 0 but for rounding, of which AdamW makes updates of some 1e-11
             torch.testing.assert_close(vfn.unshard(b), a, rtol=1e-9, atol=1e-9)
+
+
+def test_it_says_which_meshes_it_did_not_search() -> None:
+    how = {"hardware": "h100", "candidates": 1, "donate_argnums": 0}
+    choice = vfn.auto(pair, *PAIR, mesh=[{"tp": 8}, {"dp": 2}], **how)
+    assert repr(choice).endswith("\n  not searched: " + choice.left_out[0])
+    assert re.fullmatch(r"mesh \(dp=2\): calls alone take 3\.\d\d times what another mesh takes", choice.left_out[0])
+    small = vfn.auto(pair, *PAIR, mesh=[{"tp": 8}, {"dp": 2}], memory="480 MiB", **how)
+    assert small.left_out[0].startswith("mesh (dp=2): any layout needs at least ")
 
 
 def test_it_is_never_worse_than_layouts_that_are_given(monkeypatch) -> None:

@@ -22,6 +22,7 @@ from vescale_fn.choice.recording import record
 from vescale_fn.choice.rules_text import given, rules_of
 from vescale_fn.choice.search.best import NothingFits
 from vescale_fn.choice.search.described import described
+from vescale_fn.choice.search.highs import Deadline
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.search import search
 from vescale_fn.choice.verified import Verified, priced_as, verified
@@ -326,7 +327,7 @@ def test_the_table_says_in_what_layouts_differ_and_what_that_costs(choice):
     table = ChosenLayout(choice.recorded, ranked, choice.hardware, 4 << 20)
     assert repr(table) == TABLE
     alone = repr(ChosenLayout(choice.recorded, ranked[:1], choice.hardware, 4 << 20))
-    assert alone == TABLE.partition("     mesh")[0] + "  no other layout was priced: candidates=1"
+    assert alone == TABLE.partition("     mesh")[0] + "  no other layout was priced"
 
 
 def test_a_timeline_shows_what_computes_and_what_travels(choice, tmp_path):
@@ -368,6 +369,23 @@ def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):
     assert bounds[3] == pytest.approx(bounds[2] * budget / found[1].price.peak)
     with pytest.raises(NothingFits, match="no plan of trained that was found needs as little as 1.00 MiB"):
         verified(recorded, hardware, 1 << 20, lambda memory: [split])
+
+
+def test_where_time_is_over_what_was_found_without_a_bound_may_fit(choice):
+    recorded, hardware, found = choice.recorded, choice.hardware, choice.layouts
+    bounds = []
+
+    def solve(memory):
+        bounds.append(memory)
+        if memory is not None:
+            raise Deadline(2).error()
+        return [SimpleNamespace(layouts=found, bytes=1 << 40)]
+
+    (one,) = verified(recorded, hardware, budget := choice.predicted.peak, solve)
+    assert one.layouts is found
+    assert bounds == [None, budget]
+    with pytest.raises(NothingFits, match="the search for others within the memory ended with its time, seconds="):
+        verified(recorded, hardware, 1 << 20, solve)
 
 
 def test_a_layout_that_cannot_be_carried_out_runs_as_the_rules_vote(choice):

@@ -133,9 +133,8 @@ def _chosen(
     if free and not usable:
         _fixed(recorded, fixed, free[0][0])
     stays = next(iter(usable.values()), {})
-    one = functools.partial(
-        searched, recorded, [axes_of(on) for on in usable], found, fixed=stays, candidates=candidates, seconds=seconds
-    )
+    how: Any = dict(fixed=stays, candidates=candidates, seconds=seconds, left_out=(left_out := list[str]()))
+    one = functools.partial(searched, recorded, [axes_of(on) for on in usable], found, **how)
     solve = functools.partial(with_repeats, one)
     others = _with_stages(piped, others, args, fixed, found, budget, seconds if candidates else None)
     rows = given(recorded, args, others, list(usable), lambda on: _fixed(recorded, fixed, on), found, budget, donate)
@@ -145,7 +144,11 @@ def _chosen(
         return search(recorded, on, found, budget, {**stays, **more}, 1, seconds=seconds)[0]
 
     staged = piped is not None and ranked[0].layouts.mesh in list(map(axes_of, piped.meshes))
-    return ChosenLayout(recorded, ranked, found, budget, None if staged else again, donate)
+    choice = ChosenLayout(recorded, ranked, found, budget, None if staged else again, donate)
+    priced = {mesh_text(one.layouts.mesh) for one in ranked}
+    reasons = {one.partition(": ")[0]: one for one in left_out}
+    choice.left_out = tuple(one for mesh, one in reasons.items() if mesh not in priced)
+    return choice
 
 
 def _with_stages(

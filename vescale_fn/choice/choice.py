@@ -47,10 +47,12 @@ class ChosenLayout:
     Attributes:
         microbatches: in how many parts the step computes its batch, where that was chosen, too.
         in_other_parts: the best layouts of other numbers of parts, the best first.
+        left_out: the meshes that were not searched, each with the reason.
     """
 
     microbatches: int | None = None
     in_other_parts: tuple[ChosenLayout, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class ChosenLayout:
     def of(self, ranked: Sequence[Verified]) -> ChosenLayout:
         """A choice of other layouts of the step, the best first."""
         found = ChosenLayout(self.recorded, ranked, self.hardware, self.budget, self._again, self.donated)
-        found.microbatches = self.microbatches
+        found.microbatches, found.left_out = self.microbatches, self.left_out
         return found
 
     def compare(self, *specs: Any, mesh: Mapping[str, int] | None = None, **named: Any) -> Prices:
@@ -185,7 +187,8 @@ class ChosenLayout:
 
     def __repr__(self) -> str:
         parts = [(one.microbatches, one.layouts.mesh, one.predicted) for one in self.in_other_parts]
-        return choice_text(self.recorded, self.ranked, self.hardware, self.budget, self.microbatches, parts)
+        text = choice_text(self.recorded, self.ranked, self.hardware, self.budget, self.microbatches, parts)
+        return "\n".join((text, *(f"  not searched: {one}" for one in self.left_out)))
 
     def _repr_html_(self) -> str:
         name = lambda n, one: ": ".join(filter(None, (f"{n}", mesh_text(one.layouts.mesh), one.name)))

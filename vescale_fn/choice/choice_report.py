@@ -58,7 +58,7 @@ def choice_text(
     held = [f"  {best.held}"] * bool(best.held)
     lines = [head, took, *held, "", *_arguments(recorded, best.layouts), ""]
     if len(ranked) == 1:
-        lines.append("  no other layout was priced: candidates=1")
+        lines.append("  no other layout was priced")
     else:
         lines += _table(recorded, ranked, budget)
     if others:

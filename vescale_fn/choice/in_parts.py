@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._core.base.errors import TransformError
+from .._core.base.errors import TransformError, VfnError
 from .._core.base.messages import report, short
 from .search.best import NothingFits
+from .search.highs import OutOfTime
 
 _NAME = "microbatches"
 
@@ -23,17 +24,17 @@ def best_in_parts(step: Callable[..., Any], counts: Any, choose: Callable[[Calla
         choose: a `ChosenLayout` of a step.
 
     Raises:
-        NothingFits: in any number of parts.
+        NothingFits: in any number of parts. OutOfTime: nothing was found in any in the time that there was.
         TransformError: counts that are none, or a step that does not take them.
     """
     if counts is None:
         return choose(step)
-    found, failures = list[Any](), list[NothingFits]()
+    found, failures = list[Any](), list[VfnError]()
     for count in _checked(step, counts):
         cut = functools.update_wrapper(functools.partial(step, **{_NAME: count}), step)
         try:
             found.append(choose(cut))
-        except NothingFits as error:
+        except (NothingFits, OutOfTime) as error:
             failures.append(error)
         else:
             found[-1].microbatches = count

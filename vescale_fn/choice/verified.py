@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._core.base import tree
-from .._core.base.errors import SpecError, TransformError
+from .._core.base.errors import SpecError, TransformError, VfnError
 from .._core.base.messages import report
 from .._core.sharding.spec import P
 from ..hardware import Hardware
@@ -94,7 +94,7 @@ def verified(
         others: layouts with their prices that are ranked beside those of the search.
 
     Raises:
-        VfnError: no plan within the memory was found.
+        VfnError: no plan within the memory was found, or the time was too short to find any.
     """
     found, seen = list[Verified](), set[Any]()
     fitting, beyond = _free(solve, memory) if rounds else ([], [])
@@ -107,13 +107,15 @@ def verified(
         fitting, beyond = [], []
         if memory is None or bound is None or _any_fits(found) or (missing and lowered):
             break
+        if isinstance(missing, OutOfTime):  # which it would be again
+            break
         if not missing:
             lowered = True
         bound = bound * _RAISED if missing else _lower(bound, memory, found)
     found += others
     Holding(memory, functools.partial(_held_to, recorded, hardware=hardware, donate=donate)).some_of(found)
     if not _any_fits(found):
-        raise (_does_not_fit(recorded, found, memory) if found or failure is None else failure)
+        raise (_does_not_fit(recorded, found, memory, failure) if found or failure is None else failure)
     return ranked(found)
 
 
@@ -121,11 +123,11 @@ def _any_fits(found: Sequence[Verified]) -> bool:
     return any(one.fits for one in found)
 
 
-def _within(solve: Callable[..., Sequence[Any]], bound: float | None) -> tuple[Sequence[Any], NothingFits | None]:
+def _within(solve: Callable[..., Sequence[Any]], bound: float | None) -> tuple[Sequence[Any], VfnError | None]:
     """What is found within a bound; or why nothing is."""
     try:
         return solve(memory=bound), None
-    except NothingFits as error:
+    except (NothingFits, OutOfTime) as error:
         return [], error
 
 
@@ -231,10 +233,13 @@ def specs_of(recorded: Recording, layouts: Layouts) -> tuple[Any, ...]:
     return tree.unflatten(treedef, [lies.get(i, P()) for i in range(len(leaves))])
 
 
-def _does_not_fit(recorded: Recording, found: Sequence[Verified], memory: float | None) -> NothingFits:
+def _does_not_fit(
+    recorded: Recording, found: Sequence[Verified], memory: float | None, failure: VfnError | None
+) -> NothingFits:
     least = min((one.price.peak for one in found), default=0)
     what = f"no plan of {recorded.name} that was found needs as little as {bytes_text(int(memory or 0))}"
     over = f"the least needs {bytes_text(least)}, {bytes_text(int(least - (memory or 0)))} more"
     held = "to compute values again, as jit(memory=...) does it, did not save as much in those that were tried"
+    late = ["the search for others within the memory ended with its time, seconds="] * isinstance(failure, OutOfTime)
     fix = f"memory={bytes_text(least)!r}, more ranks, or microbatches=, so that there is a part of the batch at a time"
-    return NothingFits(report("auto", what, [over, held], fix))
+    return NothingFits(report("auto", what, [over, held, *late], fix))

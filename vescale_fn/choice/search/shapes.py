@@ -101,6 +101,7 @@ def searched(
                 found += on_mesh(made, memory, candidates, deadline)
             except NothingFits as error:
                 failures.append(str(error))
+                left_out.append(f"{mesh_text(mesh)}: nothing fits in the memory")
             except OutOfTime as error:
                 late = late or error
                 left_out.append(f"{mesh_text(mesh)}: time was over")
