@@ -3,6 +3,7 @@
 import _thread
 import math
 import random
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -401,9 +402,13 @@ def test_an_interrupt_ends_the_solver_and_so_does_time() -> None:
             time.sleep(0.01)
         _thread.interrupt_main()
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process of pytest's may ignore it
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        choices.solve(Deadline(60))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            choices.solve(Deadline(60))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not solvers()
     with pytest.raises(OutOfTime, match="no layout in 0 s"):
         choices.solve(Deadline(0))

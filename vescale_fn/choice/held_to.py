@@ -12,7 +12,8 @@ from typing import Any
 from .search.best import NothingFits
 from .search.highs import OutOfTime
 
-_TRIES = 2  # layouts: the pass that holds a plan to a memory takes as long as some tens of recordings
+# Layouts, and how many where none has fitted by then: the pass that holds a plan to a memory takes as long as tens of recordings.
+_TRIES, _MOST = 2, 4
 
 
 def with_repeats(solve: Callable[..., Sequence[Any]], memory: float | None) -> Sequence[Any]:
@@ -44,19 +45,20 @@ class Holding:
     """
 
     def __init__(self, memory: float | None, held_to: Callable[[Any, int], Any]) -> None:
-        self.memory, self._held_to, self._left, self._tried = memory, held_to, _TRIES, list[Any]()
+        self.memory, self._held_to, self._tried = memory, held_to, list[Any]()
 
     def some_of(self, found: list[Any]) -> None:
         """Of the layouts that do not fit, first the fastest and then the smallest, if they are faster than what fits: each that
         can be held to the memory takes its own place."""
-        while self.memory is not None and self._left:
+        while self.memory is not None:
             best = min((one.price.seconds for one in found if one.fits), default=float("inf"))
+            if len(self._tried) >= (_MOST if best == float("inf") else _TRIES):
+                return
             over = [one for one in found if not one.fits and one not in self._tried and one.price.seconds < best]
             if not over:
                 return
             smallest = bool(self._tried) and best == float("inf")
             one = min(over, key=lambda one: (one.price.peak if smallest else 0, one.price.seconds))
-            self._left -= 1
             self._tried.append(one)
             if (held := self._held_to(one, int(self.memory))) is not None and held.fits:
                 found[found.index(one)] = held

@@ -31,7 +31,7 @@ import vescale_fn as vfn
 from vescale_fn._core.distributed import environment  # mesh: start
 
 from . import (
-    choosing,  # mesh
+    choosing,  # mesh: start
     data,
     going_on,  # mesh: start
     metrics,
@@ -110,7 +110,7 @@ def stepping(
     """One step of training: from a run, where its parameters lie and `place` puts batches, to the next, and the loss."""
     add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
     add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
-    step = choosing.carried_out(step, opt.layout) if specs else step  # mesh
+    step = choosing.carried_out(step, opt.layout) if specs else step  # mesh: start
     batch_key, dropout_key = keys
 
     def taken(at: Run) -> tuple[Run, float]:
@@ -161,7 +161,7 @@ class TrainingJob:
 
     def __init__(self, opt: argparse.Namespace) -> None:
         self.began, self.first, ranks, specs = time.perf_counter(), True, 1, None
-        opt = choosing.settled(opt, lambda *of: make_step(scaled(of[0]), *of[1:])[1])  # mesh
+        opt = choosing.settled(opt, lambda *of: make_step(scaled(of[0]), *of[1:])[1])  # mesh: start
         self.opt = opt
         mesh = vfn.make_mesh(tuple(opt.mesh.values()), tuple(opt.mesh), device=opt.device)  # mesh
         self.first = not dist.is_initialized() or dist.get_rank() == 0  # mesh
