@@ -162,7 +162,7 @@ def test_without_its_solver_it_says_what_to_install(monkeypatch) -> None:
 
 
 def test_chosen_layouts_of_sampled_steps_compute_what_one_device_does() -> None:
-    for name in ("2:1", *(f"2:{i}" for i in range(3, some(4, 400)))):
+    for name in ("2:1", *(f"2:{i}" for i in range(3, some(3, 400)))):
         with vfn.simulate(8):
             assert (found := chosen(name)) is None or not fault(found), name
 
@@ -182,7 +182,7 @@ def together(names):
 
     specs = ask(fixed=None if rank else other).specs[0]
     for call in (
-        lambda: ask(memory=10 if rank == 1 else None),
+        lambda: ask(fixed=P("pp") if rank == 1 else None),
         lambda: ask(interrupted),
         lambda: ask(on={"dp": 2, "tp": 2}, fixed=None if rank else other).mesh(),
     ):
@@ -194,13 +194,13 @@ def together(names):
 
 
 def test_processes_choose_the_same_or_all_of_them_learn_why_not(gloo) -> None:
-    found = gloo(4, together, [f"5:{i}" for i in (0, 9, *range(12, some(12, 60)))])
+    found = gloo(4, together, ["5:9", *(f"5:{i}" for i in range(12, some(12, 60)))])
     elsewhere = "RecordError: auto: choosing a layout of {} raised on rank {}, and not here"
     parted = "DivergenceError: auto: ranks 0 and 1 have chosen different layouts for pair"
     for rank, (specs, said, faults, counted) in enumerate(found):
         assert specs == {"up": P("tp"), "down": P()}
         assert said == [
-            "NothingFits: auto: no plan of pair that was found needs as little as 10 B"
+            "SpecError: auto: fixed= does not fit on the mesh (dp=2, tp=2)"
             if rank == 1
             else elsewhere.format("pair", 1),
             "KeyboardInterrupt: " if rank == 2 else elsewhere.format("interrupted", 2),
@@ -208,4 +208,4 @@ def test_processes_choose_the_same_or_all_of_them_learn_why_not(gloo) -> None:
         ]
         assert not faults
         assert all(memory is None or max(alive, peak) <= memory for memory, peak, alive in counted)
-        assert len(counted) >= 2
+        assert counted

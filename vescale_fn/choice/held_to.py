@@ -12,7 +12,7 @@ from typing import Any
 from .search.best import NothingFits
 from .search.highs import OutOfTime
 
-# Layouts, and how many where none has fitted by then: the pass that holds a plan to a memory takes as long as tens of recordings.
+# Layouts, and how many where none has fitted by then: the pass that holds a plan to a memory takes tens of recordings.
 _TRIES, _MOST = 2, 4
 
 
