@@ -28,7 +28,7 @@ from .recording import Recording, record
 from .search.highs import highs
 from .search.search import search
 from .search.shapes import searched
-from .verified import verified
+from .verified import Verified, verified
 
 
 @torch_internals.not_compiled
@@ -145,10 +145,14 @@ def _chosen(
 
     staged = piped is not None and ranked[0].layouts.mesh in list(map(axes_of, piped.meshes))
     choice = ChosenLayout(recorded, ranked, found, budget, None if staged else again, donate)
-    priced = {mesh_text(one.layouts.mesh) for one in ranked}
-    reasons = {one.partition(": ")[0]: one for one in left_out}
-    choice.left_out = tuple(one for mesh, one in reasons.items() if mesh not in priced)
+    choice.left_out = _not_priced(left_out, ranked)
     return choice
+
+
+def _not_priced(left_out: Sequence[str], ranked: Sequence[Verified]) -> tuple[str, ...]:
+    """Of the meshes that searches left out, each with its reason, those that no other search has found a layout on."""
+    priced, reasons = {mesh_text(one.layouts.mesh) for one in ranked}, {one.partition(": ")[0]: one for one in left_out}
+    return tuple(one for mesh, one in reasons.items() if mesh not in priced)
 
 
 def _with_stages(
