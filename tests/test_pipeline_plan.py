@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch import fx
+from whole import WHOLE
 
 import vescale_fn as vfn
 from benchmarks.peak_memory import accounting
@@ -27,7 +28,7 @@ from vescale_fn.plan.ir.collective_nodes import noted
 
 PARTS, WIDTH = 8, 16
 MESHES = {  # by schedules; under zb-h1 the parameters are split over "dp" as well
-    "1f1b": ((4,), ("pp",)),
+    **({"1f1b": ((4,), ("pp",))} if WHOLE else {}),
     "zbv": ((4,), ("pp",)),
     "auto": ((2, 2), ("pp", "dp")),
     "zb-h1": ((2, 2), ("pp", "dp")),
