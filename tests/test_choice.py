@@ -386,6 +386,7 @@ def test_where_time_is_over_what_was_found_without_a_bound_may_fit(choice):
     assert bounds == [None, budget]
     with pytest.raises(NothingFits, match="the search for others within the memory ended with its time, seconds="):
         verified(recorded, hardware, 1 << 20, solve)
+    assert bounds[2:] == [None, 1 << 20]  # nor is it asked again: time would be over again
 
 
 def test_a_layout_that_cannot_be_carried_out_runs_as_the_rules_vote(choice):
