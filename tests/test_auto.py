@@ -70,9 +70,11 @@ def test_it_is_never_worse_than_layouts_that_are_given(monkeypatch) -> None:
     choice = vfn.auto(
         pair, *PAIR, mesh={"dp": 2, "tp": 4}, hardware="h100", candidates=2, others=given | own, donate_argnums=0
     )
-    assert "own, the step that was given" in repr(choice)
+    assert "own, as given" in repr(choice)
     prices = [vfn.price(pair, *PAIR, specs=one, mesh={"dp": 2, "tp": 4}, donate_argnums=0) for one in given.values()]
     assert choice.predicted.seconds <= min(one.seconds for one in prices) * (1 + 1e-9)
+    priced = [next(one.price.seconds for one in choice.ranked if one.name == name) for name in given]
+    assert priced == [one.seconds for one in prices]
     assert "megatron, as given" in repr(choice)
     assert "whole, as given" in repr(choice)
     assert choice.donated == (0,)
@@ -86,9 +88,9 @@ def test_it_is_never_worse_than_layouts_that_are_given(monkeypatch) -> None:
     assert choice.layouts.calls == {}
     assert repr(choice).startswith("pair on mesh (dp=2, tp=4), 1 node of 8 H100: megatron, as given\n  predicted ")
     with vfn.simulate(8):
-        small = {"up": S((4096, 16384), torch.float32)}
-        with pytest.raises(vfn.errors.SpecError, match="of other arguments"):
-            choice.jit()(small, PAIR[1])
+        small = {"up": torch.ones(4, 8)}
+        with vfn.use_mesh(choice.mesh()), pytest.raises(vfn.errors.SpecError, match="has besides 'down'"):
+            choice.jit()(small, torch.ones(4))
 
 
 def test_a_row_of_the_recipes_is_priced_and_carried_out_as_it_is_written() -> None:
@@ -109,8 +111,8 @@ def test_a_row_of_the_recipes_is_priced_and_carried_out_as_it_is_written() -> No
         assert (one.predicted.seconds, one.predicted.bytes) == (price.seconds, price.bytes)
         assert one.layouts.mesh == sizes
         assert one.moves == []
-    assert f": {name}, the step that was given\n  predicted" in repr(choice)
-    assert f"{slower}, the step that was given\n" in repr(choice)
+    assert f": {name}, as given\n  predicted" in repr(choice)
+    assert f"{slower}, as given\n" in repr(choice)
     want = step(*args)
     with vfn.simulate(4):
         mesh, fast = choice.mesh(), choice.jit()

@@ -262,7 +262,7 @@ def test_a_choice_says_what_it_costs_and_runs(choice):
     assert both[0].seconds == both[2].seconds < both[1].seconds
     own = vfn.price(trained, *choice.recorded.call.args, specs=choice.specs, mesh={"tp": 4}, hardware=choice.hardware)
     assert (choice.pasted.seconds, choice.pasted.bytes, choice.pasted.peak) == (own.seconds, own.bytes, own.peak)
-    assert "<table>" in choice._repr_html_()
+    assert "<table " in choice._repr_html_()
     assert choice.memory().peak == choice.predicted.peak
     with vfn.simulate(4):
         mesh = choice.mesh()

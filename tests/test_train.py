@@ -229,7 +229,7 @@ def test_a_chosen_layout_trains_as_one_device_and_is_resumed_elsewhere(gloo, tmp
         again = losses("--steps", "3", *auto[:2], "--mesh", "dp=2", "--dropout", "0.1", *saved, "--resume")
     assert again == [pytest.approx(whole[2], abs=1e-5)]
     out = capsys.readouterr().out
-    assert "chosen    step on mesh (dp=2), 2 processes on CPUs: dp on dp=2, the step that was given\n" in out
+    assert "chosen    step on mesh (dp=2), 2 processes on CPUs: dp on dp=2, as given\n" in out
     assert "where     auto (dp) on mesh (dp=2)" in out
 
 

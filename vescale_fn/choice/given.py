@@ -21,7 +21,7 @@ from .apply import mesh_for
 from .price_arguments import laid_out, meshed
 from .recording import Recording
 from .search.layouts import Layouts
-from .verified import Verified, priced_as, stated
+from .verified import Verified, priced_as
 
 _FORMS = "specs, as for vfn.price; (step, specs), a step that states its layout itself; or (step, specs, mesh)"
 
@@ -59,7 +59,7 @@ def given(
         if one.mesh is not None:
             hardware.check(axes_of(one.mesh), "auto")
         failure: SpecError | None = None
-        rows = list[Verified]()
+        step, rows = one.step or recorded.f, list[Verified]()
         for mesh in meshes if one.mesh is None else [one.mesh]:
             try:
                 laid = laid_out(args, one.specs, mesh, f"auto: others[{name!r}]")
@@ -69,16 +69,12 @@ def given(
             lie = _inputs(recorded, laid)
             _as_fixed(recorded, lie, fixed(mesh), mesh, name)
             try:
-                if one.step is None:
-                    rows.append(stated(recorded, lie, axes_of(mesh), hardware, memory, donate, name))
-                else:
-                    layouts = Layouts(dict(axes_of(mesh)), tuple(lie))
-                    cost = priced_as(recorded, layouts, hardware, donate, step=one.step)
-                    fits = memory is None or cost.peak <= memory
-                    rows.append(Verified(layouts, None, cost, fits, name, step=one.step))
+                layouts = Layouts(dict(axes_of(mesh)), tuple(lie))
+                cost = priced_as(recorded, layouts, hardware, donate, step=step)
             except VfnError as error:
                 error.add_note(f"auto: this is of others[{name!r}], on the {mesh_text(axes_of(mesh))}")
                 raise
+            rows.append(Verified(layouts, None, cost, memory is None or cost.peak <= memory, name, step=step))
         if not rows and failure is not None:
             raise failure
         found += rows

@@ -9,7 +9,9 @@ from typing import Any
 from ..plan.ir.memory_use import bytes_text, place
 
 _COMPUTE, _EXPOSED, _BUBBLE, _BYTES = "#4e79a7", "#e15759", "#bab0ac", "#f28e2b"
-_WIDTH = 320.0  # of the longest bar
+_WIDTH = 220.0  # of the longest bar
+# Jupyter aligns cells to the right
+_CELL = 'style="text-align:left;vertical-align:middle;padding:1px 8px;max-width:300px;overflow-wrap:anywhere"'
 
 
 def html_text(lines: Iterable[Any], text: str, shown: int = 12) -> str:
@@ -46,8 +48,12 @@ def _bar(parts: Sequence[tuple[float, str]], whole: float, said: str) -> str:
 def _table(what: str, rows: Sequence[tuple[str, str, str]]) -> str:
     colours = ((_COMPUTE, "compute"), (_EXPOSED, "exposed"), (_BUBBLE, "bubble"), (_BYTES, "memory"))
     legend = " ".join(f'<span style="color:{colour}">&#9632;</span> {name}' for colour, name in colours)
-    body = "".join(f"<tr><td>{html.escape(name)}</td><td>{time}</td><td>{size}</td></tr>" for name, time, size in rows)
-    return f"<div>{legend}</div><table><tr><th>{what}</th><th>time</th><th>memory</th></tr>{body}</table>"
+    titles = "".join(f"<th {_CELL}>{title}</th>" for title in (what, "time", "memory"))
+    body = "".join(
+        f"<tr><td {_CELL}>{html.escape(name)}</td><td {_CELL}>{time}</td><td {_CELL}>{size}</td></tr>"
+        for name, time, size in rows
+    )
+    return f'<div>{legend}</div><table style="font-size:12px"><tr>{titles}</tr>{body}</table>'
 
 
 def _pre(text: str) -> str:

@@ -40,7 +40,7 @@ class Verified:
         fits: whether a rank has the memory that it needs.
         name: of one that was given; "" of what the search found.
         memory: the bytes to which its plan is held (`jit`), where it would need more by itself.
-        step: that states its layout itself, of arguments that lie as `layouts` says; None: the recorded one, carried out in
+        step: to be run as it is written, with its arguments as `layouts` says; None: the recorded one, carried out in
             `layouts`.
     """
 
@@ -59,8 +59,8 @@ class Verified:
 
     @property
     def given(self) -> str:
-        """What one that was given is called: by its name, and whether as specs, or as a step of its own."""
-        return self.name and f"{self.name}, {'as given' if self.step is None else 'the step that was given'}"
+        """What one that was given is called."""
+        return self.name and f"{self.name}, as given"
 
     @property
     def said(self) -> str:
@@ -168,14 +168,13 @@ def stated(
     hardware: Hardware,
     memory: float | None,
     donate: Sequence[int] = (),
-    name: str = "given",
 ) -> Verified:
     """The layout whose arguments lie so, and whose calls run as the rules vote; what replaces an argument lies as it does."""
     ends = replaced(recorded)
     outputs = tuple(inputs[ends[r]] if r in ends else None for r in range(len(recorded.results)))
     layouts = Layouts(dict(mesh), tuple(inputs), {}, outputs)
     cost = priced_as(recorded, layouts, hardware, donate)
-    return Verified(layouts, None, cost, memory is None or cost.peak <= memory, name)
+    return Verified(layouts, None, cost, memory is None or cost.peak <= memory)
 
 
 def _key(layouts: Layouts) -> Any:
@@ -188,7 +187,7 @@ def _priced(
     try:
         cost = priced_as(recorded, found.layouts, hardware, donate)
     except SpecError:  # a call that its rule does not allow to be split so after all: its arguments may still lie well
-        return stated(recorded, found.layouts.inputs, found.layouts.mesh, hardware, memory, donate, "")
+        return stated(recorded, found.layouts.inputs, found.layouts.mesh, hardware, memory, donate)
     return Verified(found.layouts, found, cost, memory is None or cost.peak <= memory)
 
 
