@@ -2607,6 +2607,14 @@ def a_choice_among_no_meshes(mesh):
 
 
 @misuse
+def a_pipelines_axis_among_the_other_names(mesh):
+    """MeshError
+    mesh_shapes: the axis 'dp' of the pipeline is among names=('dp', 'tp')
+    """
+    vfn.mesh_shapes(8, pipeline="dp")
+
+
+@misuse
 def a_choice_within_no_amount_of_memory(mesh):
     """TransformError
     auto: memory='70 gigs' is no amount of memory
@@ -2757,7 +2765,7 @@ def three(mesh, spec=P()):
 
 @misuse
 def a_pipeline_without_cuts(mesh):
-    """TransformError
+    """TooFewCuts
     pipeline: 2 stages need 1 cut, one behind the other, and the function has 0
       Instead: x = vfn.cut(layer(x)) behind each layer; or fewer stages
     """

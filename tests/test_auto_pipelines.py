@@ -12,6 +12,7 @@ from vescale_fn.hardware import Hardware, Link, Protocol
 WIDTH, ROWS = 16, 32
 OPT = vfn.optim.adamw(1e-2)
 MESHES = [{"pp": 2, "dp": 2}, {"pp": 4}]
+QUICK = Hardware("quick", {"float32": 1e9}, 1e12, 1e-9, 1e12, (Link(4, (Protocol(0, 1e-9, 1e12),)),), tile=1)
 
 
 def loss(params, x):
@@ -40,10 +41,10 @@ def arguments():
     return params, OPT.init(params), draw(ROWS, WIDTH)
 
 
-def ran(mesh):
+def ran(mesh, fixed=None, **how):
     """What a choice among meshes gives where it runs, beside what one device gives."""
-    args, step = arguments(), stepped()
-    choice = vfn.auto(step, *args, mesh=mesh, hardware="cpu", candidates=1, donate_argnums=(0, 1))
+    args, step = arguments(), stepped(**how)
+    choice = vfn.auto(step, *args, mesh=mesh, hardware="cpu", candidates=1, donate_argnums=(0, 1), fixed=fixed)
     placed = vfn.shard(args, choice.mesh() if isinstance(mesh, list) else mesh, choice.specs)
     found = vfn.unshard(choice.jit()(*placed))
     torch.testing.assert_close(found, step(*args), rtol=1e-10, atol=1e-12)
@@ -63,22 +64,46 @@ def test_a_chosen_pipeline_runs_as_one_device():
     assert len(set(at)) > 1
     assert len(dict(params["first"].at).get("pp", MESHES)) > 1  # which the first and the last stage use
     assert choice.predicted.stages
-    assert "ranks of stages, 4 microbatches, one_f_one_b" in repr(choice)
+    assert "ranks of stages, 4 microbatches, 1f1b" in repr(choice)
     with pytest.raises(vfn.errors.MeshError):
         choice.jit()(*arguments())
-    given = vfn.auto(stepped(), *arguments(), mesh=MESHES, hardware="cpu", candidates=1, others={"whole": P()})
-    own = [one for one in (given.ranked) if one.name.startswith("whole")]
+    given = vfn.auto(
+        stepped(schedule="auto"), *arguments(), mesh={"pp": 4}, hardware="cpu", candidates=1, others={"whole": P()}
+    )
+    own = [one for one in given.ranked if one.name.startswith("whole")]
     assert len(own) == 2
     assert all(given.predicted.seconds <= one.price.seconds for one in own)
 
 
 def on_a_rank():
-    choice = ran(vfn.make_mesh((2, 2), ("pp", "dp")))
-    return choice.specs
+    choice = ran(vfn.make_mesh((2, 2), ("pp", "dp")), (P(), P(), P("dp")), schedule="auto")
+    return choice.specs, choice.schedule.placement, choice.schedule.order, choice.predicted.seconds
 
 
-def test_processes_choose_a_pipeline_together(gloo):
+def test_processes_choose_a_pipeline_and_its_schedule_together(gloo):
     assert len(set(map(repr, gloo(4, on_a_rank)))) == 1
+
+
+def test_a_schedule_is_chosen_where_the_step_leaves_it_open():
+    """By its price, in the memory that there is; a pipeline that says its schedule keeps it."""
+    params, state, _ = arguments()
+    args = params, state, vfn.ShapeDtype((4096, WIDTH), torch.float64)
+    how = {"mesh": {"pp": 2}, "candidates": 1, "hardware": QUICK}
+    ask = lambda schedule, **more: vfn.auto(stepped(schedule=schedule, microbatches=8), *args, **how, **more)
+    choice = ask("auto")
+    assert choice.schedule.placement in ((0, 1), (0, 1, 0, 1), (0, 1, 1, 0))
+    own = {}
+    for name in ("1f1b", "zb-h1", "zbv"):
+        fixed = ask(name)
+        assert fixed.schedule is None
+        assert f"8 microbatches, {name}" in repr(fixed)
+        own[name] = fixed.predicted
+    assert choice.predicted.seconds <= 1.001 * min(one.seconds for one in own.values()) < 0.95 * own["1f1b"].seconds
+    least = own["1f1b"].peak
+    assert least < choice.predicted.peak
+    assert ask("auto", memory=least).predicted.peak <= least
+    pasted = ask(choice.schedule).predicted
+    assert pasted.seconds == choice.predicted.seconds == choice.pasted.seconds
 
 
 @pytest.mark.parametrize(("flops", "speed", "axis"), [(1e5, 2e4, "pp"), (1e9, 1e12, "dp")])

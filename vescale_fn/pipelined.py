@@ -31,6 +31,7 @@ from ._core.sharding.spec import P, with_place
 from ._core.transforms.grad import keep_mark, value_and_grad
 from .optim.microbatches import check_results, means, microbatches, parts, reduced_later
 from .optim.optimizer import check_steps
+from .plan.cut_choice import Played
 from .plan.ir.memory_limit import MemoryLimit, limit
 from .plan.pipeline_plan import PipelinePlan, planned
 from .plan.signature import JitCall
@@ -88,8 +89,8 @@ def pipeline(
         microbatches: how many parts the batch is divided into: `vfn.optim.microbatches` says how.
         schedule: the name of a schedule: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``,
             ``"dualpipev"``, see `vfn.schedules`; ``"auto"``, the fastest that is found for what the stages take and that
-            holds no more activations than ``"1f1b"`` on its first rank; a `vfn.schedules.Schedule`; or a function of the
-            number of ranks and of microbatches that makes one.
+            holds no more activations than ``"1f1b"`` on its first rank, and in `vfn.auto` the best of all; a
+            `vfn.schedules.Schedule`; or a function of the number of ranks and of microbatches that makes one.
         chunks: how many stages a rank has, where the schedule is ``"interleaved"``.
         cuts: which cuts are used: ``"balanced"``, those with which the schedule is predicted to take least time, within
             `memory`; or a list of their numbers, in the program's order, or of their names. Others mean nothing.
@@ -221,11 +222,33 @@ class Pipelined:
         """The axis of the mesh along which its stages run."""
         return self._axis
 
-    def said(self, sizes: Mapping[str, int]) -> str:
-        """In a few words what it is on a mesh of these sizes: ``4 ranks of stages, 8 microbatches, zb_h1``."""
-        made = self._schedule if not isinstance(self._schedule, functools.partial) else self._schedule.func
-        how = made if isinstance(made, str) else getattr(made, "__name__", "a schedule of its own")
-        return f"{sizes[self._axis]} ranks of stages, {self._count} microbatches, {how}"
+    @property
+    def parts(self) -> int:
+        """How many microbatches there are."""
+        return self._count
+
+    @property
+    def stages_asked(self) -> int | None:
+        """How many stages the cuts make that are asked for, if these are behind each other; None: any number."""
+        return None if self._cuts == "balanced" else len(set(self._cuts)) + 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it leaves open which schedule it has."""
+        return self._schedule == "auto"
+
+    def said(self, sizes: Mapping[str, int], schedule: str = "") -> str:
+        """In a few words what it is on a mesh of these sizes: ``4 ranks of stages, 8 microbatches, zb-h1``.
+
+        Args:
+            schedule: that was chosen.
+        """
+        own = self._schedule
+        names = [name for name, made in NAMED.items() if made is own or made is getattr(own, "func", None)]
+        chunks = [f"{key}={value}" for key, value in getattr(own, "keywords", {}).items() if key == "v"]
+        named = ", ".join([*names, *chunks]).replace("v=", "chunks=")
+        own_name = own if isinstance(own, str) else named or getattr(own, "__name__", "a schedule of its own")
+        return f"{sizes[self._axis]} ranks of stages, {self._count} microbatches, {schedule or own_name}"
 
     @torch_internals.not_compiled
     def __call__(self, params: Any, *batch: Any, **kwargs: Any) -> Any:
@@ -351,6 +374,7 @@ class Pipelined:
     ) -> _Divided:
         """A call, divided into parts; `ready`: the parameters are on the mesh without the axis; `runs`: its plan has tasks."""
         schedule, names = self._schedule_of(along.size), _paths(how, params)
+        chosen, is_open = self._chosen(along.size), self._is_open(along.size)
         count = 0 if how is None else len(params[0])
         params = params if ready else _without(params, along, names, True)
         batch, kwargs = (_without(x, along, tree.paths(x, n), False) for x, n in ((batch, "batch"), (kwargs, "kwargs")))
@@ -370,14 +394,14 @@ class Pipelined:
         name = getattr(self._f, "__name__", type(self._f).__name__)
 
         def made(within: bool = False) -> Staged:
-            known = self._found.get(along.size) if within else None
-            how_cut = self._cuts, name, self._gather, within, self._schedule == "auto" and known is None
+            known = self._found.get(along.size) if within and is_open else None
+            how_cut = self._cuts, name, self._gather, within, is_open and known is None
             how_run = runs, self._memory
             found = Staged(call, varying, count, names, homes, along, known or schedule, *how_cut, *how_run)
             check_results(tree.paths(tree.unflatten(found.out_def, found.like), "result"), found.like, "pipeline")
             return found
 
-        return _Divided(leaves, (how, homes, along.mesh, _world(), call.key, runs), made)
+        return _Divided(leaves, (how, homes, along.mesh, _world(), call.key, runs, chosen), made)
 
     def _agreed(self, divided: Callable[[], _Divided], along: AlongAxis) -> tuple[Staged, list[list[Any]]]:
         """The plan of a call, the same on all ranks, and for each part of the batch all leaves."""
@@ -394,7 +418,7 @@ class Pipelined:
         assert call is not None
         if not everywhere or found is None:
             found = self._plans[call.key] = call.made()
-            if self._schedule == "auto":
+            if self._is_open(along.size):
                 self._found[along.size] = found.schedule
             if len(self._plans) > _KEPT:
                 self._plans.popitem(last=False)
@@ -458,6 +482,16 @@ class Pipelined:
         leaves = tree.leaves(params)
         return planned(staged, [along.homes(leaves[i]) for i in order])
 
+    def plays(
+        self, params: Any, *batch: Any, base: Any = None, **kwargs: Any
+    ) -> Callable[[schedules.Schedule], Played | None]:
+        """What plays schedules with the stages that are best for each, as predicted; the arguments are those of `specs`."""
+        opened(params, "pipeline.plays", "params", modules=True)
+        specs = _now(params) if base is None else tree.broadcast(base, params, "pipeline.plays", "base", "params")
+        _, staged, _ = self._looked_at(params, batch, kwargs, specs)
+        pieces, asked = staged.pieces(self.stages_asked is None), self.stages_asked
+        return lambda schedule: pieces.played(schedule) if asked in (None, schedule.stages) else None
+
     def _looked_at(
         self, params: Any, batch: Any, kwargs: Any, specs: Sequence[P], placed: bool = False
     ) -> tuple[AlongAxis, Staged, list[int]]:
@@ -488,8 +522,18 @@ class Pipelined:
         found = [mesh for x in arrays if self._axis in axes_of(mesh := whole_mesh(mesh_of(x)))]
         return found[0] if found else None
 
+    def _chosen(self, ranks: int) -> schedules.Schedule | None:
+        """The schedule that was chosen around, where this one is open."""
+        return context.scheduled().get((self._axis, ranks, self._count)) if self._schedule == "auto" else None
+
+    def _is_open(self, ranks: int) -> bool:
+        """Whether the schedule is still to be found."""
+        return self._schedule == "auto" and self._chosen(ranks) is None
+
     def _schedule_of(self, ranks: int) -> schedules.Schedule:
         """The schedule for so many ranks."""
+        if (chosen := self._chosen(ranks)) is not None:
+            return chosen
         if ranks in self._schedules:
             return self._schedules[ranks]
         made = schedules.one_f_one_b if self._schedule == "auto" else self._schedule  # until the stages are known

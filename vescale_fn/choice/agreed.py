@@ -16,6 +16,7 @@ from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.distributed.mesh import Mesh, communicator_of
 from .._core.distributed.places import whole_mesh
 from .._core.distributed.ranks import talks_to_nobody
+from .scheduled import Scheduled, chosen_of, scheduled
 from .search.layouts import Layouts
 from .verified import Verified, priced_as
 
@@ -58,7 +59,8 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
         failure = error
     raised = "" if failure is None else str(failure) or type(failure).__name__
     rows, parts = ([], None) if found is None else (found.ranked, found.microbatches)
-    told = _told(mesh, (raised, (digest([one.layouts for one in rows], [one.memory for one in rows]), parts)))
+    said = digest([one.layouts for one in rows], [(one.memory, _as_written(found, one)) for one in rows])
+    told = _told(mesh, (raised, (said, parts)))
     if failure is not None:
         raise failure
     assert found is not None
@@ -68,7 +70,8 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
             raise RecordError(report("auto", what, [theirs.splitlines()[0]]), follows=True)
     if len({one for _, one in told}) == 1:
         return found
-    first, count = _told(mesh, ([(one.name, one.layouts, one.memory) for one in rows], found.microbatches))[0]
+    mine = [(one.name, one.layouts, one.memory, _as_written(found, one)) for one in rows]
+    first, count = _told(mesh, (mine, found.microbatches))[0]
     found = next((one for one in (found, *found.in_other_parts) if one.microbatches == count), found)
     return found.of([_like(found, *one) for one in first])
 
@@ -84,20 +87,30 @@ def check(mesh: Any, layouts: Layouts, name: str) -> None:
         raise DivergenceError(report("auto", what, fix="auto(..., mesh=vfn.make_mesh(...)), on all ranks of it"))
 
 
-def digest(rows: Sequence[Layouts], held: Sequence[int | None] = ()) -> str:
-    """A digest of layouts, and of what their plans are held to, the same on all ranks that have the same."""
+def digest(rows: Sequence[Layouts], held: Sequence[Any] = ()) -> str:
+    """A digest of layouts, and of how their plans are made, the same on all ranks that have the same."""
     said: list[Any] = [held]
     said += [(list(one.mesh.items()), one.inputs, sorted(one.calls.items()), one.outputs) for one in rows]
     return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
 
 
-def _like(found: Any, name: str, layouts: Layouts, memory: int | None) -> Verified:
+def _as_written(found: Any, one: Verified) -> tuple[Scheduled | None] | None:
+    """Of a layout in which the step runs as it is written the schedule that was chosen for its pipeline; None of others."""
+    chosen = chosen_of(one.step)
+    return (chosen,) if one.step is found.recorded.f or chosen is not None else None
+
+
+def _like(
+    found: Any, name: str, layouts: Layouts, memory: int | None, written: tuple[Scheduled | None] | None
+) -> Verified:
     """A layout of another rank with its price here."""
+    told = digest([layouts], [(memory, written)])
     for one in found.ranked:
-        if (one.name, digest([one.layouts], [one.memory])) == (name, digest([layouts], [memory])):
+        if (one.name, digest([one.layouts], [(one.memory, _as_written(found, one))])) == (name, told):
             return one
-    cost = priced_as(found.recorded, layouts, found.hardware, found.donated, memory)
-    return Verified(layouts, None, cost, found.budget is None or cost.peak <= found.budget, name, memory)
+    step = None if written is None else scheduled(found.recorded.f, *written)
+    cost = priced_as(found.recorded, layouts, found.hardware, found.donated, memory, step)
+    return Verified(layouts, None, cost, found.budget is None or cost.peak <= found.budget, name, memory, step)
 
 
 def _told(mesh: Any, what: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from .._core.sharding.spec import P
 from ..hardware import Hardware
 from ..plan.ir.memory_use import MemoryUse
 from ..plan.jit import Jitted, jit
+from ..schedules import Schedule
 from .agreed import check
 from .apply import applied
 from .choice_explained import explained
@@ -27,6 +28,7 @@ from .price_drawing import side_by_side
 from .price_report import Price, Prices
 from .recording import Recording
 from .rules_text import Rule, rules_of
+from .scheduled import chosen_of, scheduled
 from .search.layouts import Layouts
 from .step_timeline import StepTimeline
 from .verified import Verified, specs_of
@@ -84,6 +86,13 @@ class ChosenLayout:
     def specs(self) -> tuple[Any, ...]:
         """How the arguments lie: for each, by position, a tree of specs."""
         return specs_of(self.recorded, self.layouts)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the step's pipeline, to be written as ``schedule=``, where that was chosen, too: of a step that says
+        ``schedule="auto"``, and runs in stages."""
+        chosen = chosen_of(self.ranked[0].step)
+        return None if chosen is None else chosen.schedule
 
     def shard(self, *args: Any, mesh: Any = None) -> Any:
         """Arguments of the step, the first ones, laid out as chosen: one as itself, several as a tuple."""
@@ -165,7 +174,8 @@ class ChosenLayout:
         rows = {**{f"other {i + 1}": one for i, one in enumerate(specs)}, **named}
         on = dict(self.layouts.mesh if mesh is None else mesh)
         how = {"mesh": on, "hardware": self.hardware, "donate_argnums": self.donated}
-        of = lambda one: price(self.recorded.f, *self.recorded.call.args, specs=one, **how)
+        step = scheduled(self.recorded.f, chosen_of(self.ranked[0].step))
+        of = lambda one: price(step, *self.recorded.call.args, specs=one, **how)
         prices = {name: one if isinstance(one, Price) else of(one) for name, one in rows.items()}
         return replace(self.predicted, name="chosen").compare(**prices)
 

@@ -6,7 +6,9 @@ ranks whose stages use it, and what is updated with it goes along. What comes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,15 +21,18 @@ from .._core.base import context, tree
 from .._core.base.errors import SpecError, TransformError, VfnError
 from .._core.base.messages import mesh_text, report
 from .._core.distributed.abstract_mesh import AbstractMesh, abstract_mesh
-from .._core.sharding.index_map import axes_of
+from .._core.sharding.index_map import axes_of, local_shape
 from .._core.sharding.spec import P, with_place
 from ..hardware import Hardware
+from ..plan.cut_choice import TooFewCuts
 from ..plan.ir.costs import Rates
 from ..plan.ir.graph import name_of
 from ..plan.ir.inplace import is_pointwise
+from ..schedules import Schedule
 from .auto_arguments import given_specs
 from .price_arguments import laid_out
 from .recording import Recording, record
+from .scheduled import Scheduled, known, scheduled, worth_pricing
 from .search.best import NothingFits
 from .search.layouts import Layouts
 from .search.search import replaced
@@ -116,20 +121,69 @@ class PipedStep:
         with context.setting(pipelines=PipelineNotes(1)):  # of which the parts are no layouts of their own
             once = record(self.step, *args)
         found, failures = dict[str, Any](), list[VfnError]()
-        for mesh in self.meshes:
-            name = f"{self.call.pipeline.said(axes_of(mesh))} on the {mesh_text(axes_of(mesh))}"
+        axis, too_many = self.call.pipeline.axis, math.inf
+        for mesh in sorted(self.meshes, key=lambda mesh: axes_of(mesh)[axis]):
+            if axes_of(mesh)[axis] >= too_many:
+                continue
             try:
                 bases = self._bases(once, mesh, fixed, hardware, memory, seconds)
-                placed = [self._placed(once, inputs, mesh, hardware) for inputs in dict.fromkeys(bases)]
-            except (SpecError, TransformError) as error:  # too few cuts for so many stages, say
+                on_mesh = self._on_mesh(once, list(dict.fromkeys(bases)), mesh, hardware, memory)
+            except (SpecError, TransformError) as error:
                 failures.append(error)
-                continue
-            for i, inputs in enumerate(placed):
-                specs = specs_of(once, Layouts(dict(axes_of(mesh)), inputs))
-                found[f"{name}, layout {i + 1}"] = self.step, specs, mesh
+                if isinstance(error, TooFewCuts):
+                    too_many = axes_of(mesh)[axis]
+            else:
+                found.update(on_mesh)
         if not found and self.alone:
             raise failures[0]
         return found
+
+    def _on_mesh(
+        self,
+        once: Recording,
+        bases: Sequence[tuple[P | None, ...]],
+        mesh: AbstractMesh,
+        hardware: Hardware,
+        memory: float,
+    ) -> dict[str, tuple[Callable[..., Any], Any, AbstractMesh]]:
+        """The layouts to price on a mesh, of inputs that lie so on its other axes: by the schedules that are worth it."""
+        call, axes, found, failure = self.call, dict(axes_of(mesh)), dict[str, Any](), None
+        for i, inputs in enumerate(bases):
+            options: Mapping[str, Any] = {"": None}
+            if call.pipeline.is_open:
+                options = self._schedules(once, inputs, mesh, hardware, memory)
+            for name, schedule in options.items():
+                step = scheduled(self.step, None if schedule is None else Scheduled(call.pipeline.axis, schedule))
+                try:
+                    placed = self._placed(once, inputs, mesh, hardware, schedule)
+                except TransformError as error:  # no stages for this schedule within the pipeline's own memory, say
+                    failure = failure or error
+                    continue
+                specs = specs_of(once, Layouts(axes, placed))
+                said = f"{call.pipeline.said(axes, name)} on the {mesh_text(axes)}, layout {i + 1}"
+                found[said] = step, specs, mesh
+        if not found and failure is not None:
+            raise failure
+        return found
+
+    def _schedules(
+        self,
+        once: Recording,
+        inputs: tuple[P | None, ...],
+        mesh: AbstractMesh,
+        hardware: Hardware,
+        memory: float,
+    ) -> dict[str, Schedule]:
+        """The schedules that are worth pricing with inputs that lie so on the other axes."""
+        call, axes = self.call, dict(axes_of(mesh))
+        ranks, parts = axes.pop(call.pipeline.axis), call.pipeline.parts
+        first = next((one for one in known(ranks, parts).values() if one.stages == call.pipeline.stages_asked), None)
+        with self._looking(mesh, hardware, first):
+            plays = call.pipeline.plays(call.params, *call.batch, base=self._base(once, inputs), **call.kwargs)
+        sizes = [_bytes_of(x, spec, axes) for x, spec in zip(once.placeholders, inputs)]
+        params = {x.name for x in once.placeholders} & {*call.sources}
+        besides = sum(n for x, n in zip(once.placeholders, sizes) if x.name not in params) / ranks
+        return worth_pricing(ranks, parts, plays, memory, besides)
 
     def given(
         self, others: Mapping[str, Any], args: tuple[Any, ...]
@@ -142,8 +196,20 @@ class PipedStep:
                     laid_out(args, specs, mesh, "auto")
                 except SpecError:
                     continue
-                found[f"{name} on the {mesh_text(axes_of(mesh))}"] = self.step, specs, mesh
+                for schedule, step in self._given_schedules(mesh).items():
+                    found[f"{name}{schedule} on the {mesh_text(axes_of(mesh))}"] = step, specs, mesh
         return found
+
+    def _given_schedules(self, mesh: AbstractMesh) -> dict[str, Callable[..., Any]]:
+        """By what is said of it, the step with a schedule for layouts that are given, whose places may be those of one stage a
+        rank, where it leaves open which."""
+        pipeline = self.call.pipeline
+        ranks = axes_of(mesh)[pipeline.axis]
+        if not pipeline.is_open or pipeline.stages_asked not in (None, ranks):
+            return {"": self.step}
+        options = known(ranks, pipeline.parts)
+        chosen = {name: Scheduled(pipeline.axis, options[name]) for name in ("1f1b", "zb-h1")}
+        return {f", {name},": scheduled(self.step, one) for name, one in chosen.items()}
 
     def _bases(
         self, once: Recording, mesh: AbstractMesh, fixed: Any, hardware: Hardware, memory: float, seconds: float
@@ -183,24 +249,51 @@ class PipedStep:
                 split[i] = P(axis)
         return [tuple(split)]
 
+    @contextlib.contextmanager
+    def _looking(self, mesh: AbstractMesh, hardware: Hardware, schedule: Schedule | None) -> Iterator[None]:
+        """A block in which the pipeline is looked at on a mesh of this hardware; `schedule`: that it has, where it is open."""
+        rates = Rates.of(hardware, "float32" if hardware.device == "cpu" else "bfloat16")
+        axis = self.call.pipeline.axis
+        chosen = {} if schedule is None else {(axis, schedule.ranks, schedule.microbatches): schedule}
+        with context.use_mesh(mesh), context.setting(devices=hardware.device, rates=rates, scheduled=chosen):
+            yield
+
+    def _places(self, once: Recording) -> list[int | None]:
+        """Of each of the pipeline's parameters the input of the step that it is."""
+        number = {x.name: i for i, x in enumerate(once.placeholders)}
+        return [None if name is None else number.get(name) for name in self.call.sources]
+
+    def _base(self, once: Recording, inputs: tuple[P | None, ...]) -> Any:
+        """How the pipeline's parameters lie where inputs of the step lie so."""
+        leaves, structure = tree.flatten(self.call.params)
+        base = [P() if i is None else inputs[i] or P() for i in self._places(once)]
+        return tree.unflatten(structure, base[: len(leaves)])
+
     def _placed(
-        self, once: Recording, inputs: tuple[P | None, ...], mesh: AbstractMesh, hardware: Hardware
+        self,
+        once: Recording,
+        inputs: tuple[P | None, ...],
+        mesh: AbstractMesh,
+        hardware: Hardware,
+        schedule: Schedule | None,
     ) -> tuple[P | None, ...]:
         """The same specs with the places at which parameters, and what is updated with them, are."""
-        call, number = self.call, {x.name: i for i, x in enumerate(once.placeholders)}
-        places = [None if name is None else number.get(name) for name in call.sources]
-        leaves, structure = tree.flatten(call.params)
-        base = [P() if i is None else inputs[i] or P() for i in places]
-        rates = Rates.of(hardware, "float32" if hardware.device == "cpu" else "bfloat16")
-        with context.use_mesh(mesh), context.setting(devices=hardware.device, rates=rates):
-            found = call.pipeline.specs(
-                call.params, *call.batch, base=tree.unflatten(structure, base[: len(leaves)]), **call.kwargs
-            )
+        call, places = self.call, self._places(once)
+        with self._looking(mesh, hardware, schedule):
+            found = call.pipeline.specs(call.params, *call.batch, base=self._base(once, inputs), **call.kwargs)
         at = {i: spec.at for i, spec in zip(places, tree.leaves(found)) if i is not None and spec.at}
         for i, to in _updated_with(once).items():
             if to in at:
                 at.setdefault(i, at[to])
         return tuple(spec if spec is None or i not in at else with_place(spec, at[i]) for i, spec in enumerate(inputs))
+
+
+def _bytes_of(node: fx.Node, spec: P | None, axes: Mapping[str, int]) -> int:
+    """The bytes of an input that a rank holds on these axes."""
+    x = node.meta.get("val")
+    if spec is None or not isinstance(x, torch.Tensor):
+        return 0
+    return math.prod(local_shape(x.shape, dict(axes), spec, dict.fromkeys(axes, 0))) * x.element_size()
 
 
 def parted(

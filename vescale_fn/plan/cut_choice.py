@@ -27,6 +27,10 @@ _TRIED = 8  # partitions at most whose memory is predicted
 _CLOSE = 0.01  # of a makespan: what is nearer no prediction can tell apart, and the shorter longest stage is taken
 
 
+class TooFewCuts(TransformError):
+    """A program has fewer pieces than a schedule has stages."""
+
+
 class Within(NamedTuple):
     """A limit on the memory of each rank.
 
@@ -110,10 +114,9 @@ def _balanced(
     if every.count < count:
         needed = f"{count_text(count, 'stage')} need {count_text(count - 1, 'cut')}, one behind the other"
         fix = "x = vfn.cut(layer(x)) behind each layer; or fewer stages"
-        raise TransformError(report("pipeline", f"{needed}, and the function has {every.count - 1}", fix=fix))
+        raise TooFewCuts(report("pipeline", f"{needed}, and the function has {every.count - 1}", fix=fix))
     behind, n = every.behind, every.count
-    numbers = agreed(_numbers_of(step, every))
-    pieces = CutPieces(*(numbers[i * n : (i + 1) * n] for i in range(len(CutPieces._fields))))
+    pieces = CutPieces.of(step, every, agreed)
     fits = _fitting(every, schedule.placement, homes)
     begins = partitions(pieces, schedule, fits)
     if not begins:
@@ -173,6 +176,12 @@ class CutPieces(NamedTuple):
     kept: Sequence[float]
     parameters: Sequence[float]
 
+    @staticmethod
+    def of(step: CutStep, every: Stages, agreed: Callable[[Sequence[float]], Sequence[float]] = list) -> CutPieces:
+        """Those of a program that is cut so; `agreed`: as of `chosen`."""
+        numbers, n = agreed(_numbers_of(step, every)), every.count
+        return CutPieces(*(numbers[i * n : (i + 1) * n] for i in range(len(CutPieces._fields))))
+
     def costs(self, begins: Sequence[int]) -> Costs:
         """What stages cost that begin with these pieces, the first one apart."""
         runs = _runs(begins, len(self.forward))
@@ -197,6 +206,23 @@ class CutPieces(NamedTuple):
                 top = max(top, now)
             most = max(most, top)
         return most
+
+    def played(self, schedule: Schedule) -> Played | None:
+        """A schedule with the stages for which it takes least; None where there are too few pieces for them."""
+        if schedule.stages > len(self.forward):
+            return None
+        begins = partitions(self, schedule, [range(schedule.stages)] * len(self.forward))[0]
+        costs = self.costs(begins)
+        return Played(schedule.simulate(costs).makespan, self.held(begins, schedule), costs)
+
+
+class Played(NamedTuple):
+    """A schedule as it is predicted to run: in how many seconds, with how many bytes at most on a rank (`CutPieces.held`), and
+    what its stages cost."""
+
+    seconds: float
+    held: float
+    costs: Costs
 
 
 def _runs(begins: Sequence[int], count: int) -> list[range]:

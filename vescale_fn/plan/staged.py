@@ -22,7 +22,7 @@ from .._core.sharding.layout import contiguous_stride
 from ..schedules import Schedule
 from ..schedules.actions import actions_of
 from .auto_schedule import found_for
-from .cut_choice import Within, chosen
+from .cut_choice import CutPieces, Within, chosen
 from .ir.calls_of_rank import calls_of_rank
 from .ir.graph import output
 from .ir.memory_limit import MemoryLimit
@@ -33,7 +33,7 @@ from .pipeline_memory import memory_of
 from .signature import JitCall
 from .stage_consensus import Consensus, calls_of, digest, sides_of
 from .stage_runs import Between, Here, MessageRoutes, StageRun, StageTasks, edges
-from .stages import BW, CutStep, F, Stages, W, filled
+from .stages import BW, CutStep, F, Stages, W, cut_into, filled
 from .task_bodies import TaskBodies
 from .tasks import Task, tasks_of
 from .tracing import leaves as leaves_
@@ -110,7 +110,7 @@ class Staged:
         self._check_results()
         self.graph = graph
         self._check_meshes(graph)
-        step = self._step(graph, gradients, gathers)
+        self._cut = step = self._step(graph, gradients, gathers)
         self.homes = homes
         held = {x: home for i, xs in self.places if i < len(homes) and (home := homes[i]) is not None for x in xs}
         agreed = list if within else self._consensus.greatest  # of ranks whose blocks are of different sizes
@@ -306,6 +306,10 @@ class Staged:
         if said:
             fix = "specs = vfn.pipeline(...).specs(params, *batch); vfn.with_sharding(params, specs)"
             raise TransformError(report("pipeline", "a stage uses parameters that its rank does not have", said, fix))
+
+    def pieces(self, everywhere: bool) -> CutPieces:
+        """What is known of its pieces, of those between all cuts, or between those that it uses."""
+        return CutPieces.of(self._cut, cut_into(self._cut, lambda number: True) if everywhere else self.stages)
 
     @property
     def stands_alone(self) -> bool:

@@ -385,6 +385,11 @@ def pipelines() -> Any:
     return here.slot.now.pipelines
 
 
+def scheduled() -> Mapping[Any, Any]:
+    """The schedules that were chosen of pipelines that ask for "auto": by axis, its ranks and the number of microbatches."""
+    return here.slot.now.scheduled
+
+
 def unlogged() -> contextlib.AbstractContextManager[None]:
     """Record no collective of this thread: none is carried out."""
     return setting(unlogged=True)

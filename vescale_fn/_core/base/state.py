@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 
@@ -44,6 +45,7 @@ class Thread:
     keyed: Any = None  # the mode in which a module draws from a key
     rates: Any = None  # by which stages that are only looked at are cut: a `plan.ir.costs.Rates`
     pipelines: Any = None  # what notes those that a recording meets: a `choice.piped.PipelineNotes`
+    scheduled: Mapping[Any, Any] = MappingProxyType({})  # of pipelines with schedule="auto" the one that was chosen
     line: str = ""  # of the user's, of the recorded collective that runs
     devices: str = ""  # "cpu" or "cuda": on which a plan is to run that is only looked at; "" where the mesh says it
     blocks: tuple[object, ...] = ()  # the `context.setting`s in force, each by an object of its own

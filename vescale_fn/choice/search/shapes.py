@@ -18,32 +18,50 @@ from .search import FoundLayouts, on_mesh, structure_of
 _HOPELESS = 1.1  # times as long as another mesh takes, by what calls alone take
 
 
-def mesh_shapes(ranks: int, nodes: int = 1, names: Sequence[str] = ("dp", "tp")) -> list[dict[str, int]]:
+def mesh_shapes(
+    ranks: int, nodes: int = 1, names: Sequence[str] = ("dp", "tp"), pipeline: str | None = None
+) -> list[dict[str, int]]:
     """The meshes that are worth trying, of as many axes as there are names or fewer: the innermost axis stays in a node.
 
     Args:
         ranks: all of them.
         nodes: on which they lie.
         names: of the axes, the outermost first. Three make the search of each mesh several times as long.
+        pipeline: the axis of a pipeline, outside of all others: behind the meshes without it those that have it, fewer stages
+            first.
 
     Raises:
-        MeshError: no positive numbers, or nodes that do not have as many ranks each.
+        MeshError: no positive numbers, or nodes that do not have as many ranks each; an axis of two names.
 
     >>> mesh_shapes(16, nodes=2)
     [{'dp': 16}, {'dp': 8, 'tp': 2}, {'dp': 4, 'tp': 4}, {'dp': 2, 'tp': 8}]
     >>> [tuple(x.values()) for x in mesh_shapes(16, nodes=4, names=("dp", "fsdp", "tp"))]
     [(16,), (8, 2), (4, 4), (2, 8), (8, 2), (4, 2, 2), (2, 4, 2), (4, 4), (2, 2, 4)]
+    >>> mesh_shapes(4, names=("dp",), pipeline="pp")
+    [{'dp': 4}, {'pp': 2, 'dp': 2}, {'pp': 4}]
     """
+    if pipeline in names:
+        raise MeshError(report("mesh_shapes", f"the axis {pipeline!r} of the pipeline is among names={short(names)}"))
     if type(ranks) is not int or type(nodes) is not int or min(ranks, nodes) < 1 or ranks % nodes:
         what = f"{short(ranks)} ranks do not lie on {short(nodes)} nodes, as many on each"
         raise MeshError(report("mesh_shapes", what))
+    shapes = _shapes(ranks, ranks // nodes, names)
+    for stages in range(2, ranks + 1) if pipeline is not None else ():
+        if ranks % stages == 0:
+            rest = [{}] if stages == ranks else _shapes(ranks // stages, ranks // nodes, names)
+            shapes += [{pipeline: stages, **shape} for shape in rest]
+    return shapes
+
+
+def _shapes(ranks: int, of_node: int, names: Sequence[str]) -> list[dict[str, int]]:
+    """Those of some ranks next to each other, so many of them on each node."""
     *outer, inner = names
-    inside = [n for n in range(1, ranks // nodes + 1) if (ranks // nodes) % n == 0]
+    inside = [n for n in range(1, min(ranks, of_node) + 1) if ranks % n == of_node % n == 0]
     shapes = list[dict[str, int]]()
     for n in inside if outer else [ranks]:
         last = {inner: n} if n > 1 else {}
         if n == ranks:  # alone
-            shapes += [last] * (nodes == 1 and ranks > 1 or not outer)
+            shapes += [last] * (of_node % ranks == 0 and ranks > 1 or not outer)
         else:
             shapes += [{**dict(zip(outer, sizes)), **last} for sizes in _factors(ranks // n, len(outer))]
     return shapes or [{names[0]: ranks}]
