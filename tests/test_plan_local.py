@@ -525,6 +525,24 @@ def test_leaves_updated_in_their_memory() -> None:
     assert found.count("sqrt") + found.count("sqrt_") == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_meet_lists_of_halves_as_each_of_them(dtype: torch.dtype) -> None:
+    """A number that lists of halves are multiplied by in place is not rounded to a half."""
+    halves, share = [torch.linspace(-3, 2, n).to(dtype) for n in (99, 70, 80)], torch.tensor(1 / 3, dtype=torch.float64)
+
+    def f(share, *values):
+        ops = "mul_", "add_", "sub_", "div_", "mul", "add", "sub", "div"
+        for op in ops:
+            for by in (0.1, 3, share, share.float()):
+                if op[:3] != "sub" or not isinstance(by, torch.Tensor):
+                    values = [getattr(x, op)(by) for x in values]
+        return tuple(values)
+
+    found = improved(f, [share, *halves], foreach)
+    lists = [name for name in found if name.startswith("_foreach")]
+    assert len(lists) == 28 and set(found) - set(lists) == {"_to_copy", "scalar_tensor", "getitem"}
+
+
 def test_what_is_seen_by_another_name_is_written() -> None:
     def f(*values):
         out = []

@@ -16,7 +16,7 @@ from torch import fx
 from ..ir.graph import AT_ONCE, HOLDERS, calls, copied, held_alike, memories, output, value, written
 from ..ir.mapped import COLUMN
 from .donate import HAND_OVER
-from .list_calls import call_of, mark_own, narrowed
+from .list_calls import call_of, mark_own, shared
 from .on_lists import on_lists
 
 
@@ -128,7 +128,7 @@ def _together(graph: fx.Graph, end: fx.Node, nodes: Sequence[fx.Node]) -> dict[f
     first, given = made[0], dict[fx.Node, fx.Node]()
     at_once = HOLDERS in nodes[0].meta and not any(any(x.meta[HOLDERS]) for x in first.shared if isinstance(x, fx.Node))
     with graph.inserting_before(end):
-        call = graph.call_function(first.target, (*lists, *narrowed(graph, first)), dict(first.kwargs))
+        call = graph.call_function(first.target, (*lists, *shared(graph, first, nodes[-1])), dict(first.kwargs))
         call.meta.update(nodes[-1].meta, val=None if first.in_place else [value(node) for node in nodes])
         call.meta |= {AT_ONCE: True} if at_once and all(held_alike(x, call) for row in lists for x in row) else {}
         for i, (node, one) in enumerate(zip(nodes, made)):

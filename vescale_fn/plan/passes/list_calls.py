@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graph import calls, is_aten, memories, name_of, nbytes, value
+from ..ir.graph import HOLDERS, calls, is_aten, memories, name_of, nbytes, value
 from ..ir.mapped import LIMIT
 
 OWN = "foreach: nothing else looks at what this writes over"
@@ -27,7 +27,7 @@ class ListCall:
         lists: the arguments of which each leaf has its own.
         shared: what comes after the lists.
         in_place: whether the first is written.
-        narrowed: the dtype in which the lists' kernels take the one tensor that all share.
+        cast: the dtype in which the lists' kernels take the one tensor or number that all share, as a tensor; None: as it is.
     """
 
     kind: Any
@@ -36,7 +36,7 @@ class ListCall:
     shared: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     in_place: bool
-    narrowed: torch.dtype | None = None
+    cast: torch.dtype | None = None
 
 
 def mark_own(graph: fx.Graph) -> None:
@@ -81,12 +81,11 @@ def call_of(node: fx.Node) -> ListCall | None:
     numbers = all(isinstance(x, (int, float)) for x in (*shared, *kwargs.values()))
     to: torch.dtype | None = None
     if form == "shared":
-        form = "Scalar" if numbers else "Tensor"
-        # torch rounds the number itself to a half where many halves are changed in place, but not of one
-        if (in_place and v.dtype.itemsize < 4) if numbers else not _fits(name, shared[0], v):
+        # torch rounds a number that halves are multiplied by in place to a half, of lists, but not a tensor of one element
+        form = "Scalar" if numbers and not (in_place and name == "mul" and v.dtype.itemsize < 4) else "Tensor"
+        if not (_as_float(shared[0]) if numbers else _fits(name, shared[0], v)):
             return None
-        if not numbers and value(shared[0]).dtype != v.dtype:
-            to = v.dtype  # as torch does with each of the leaves
+        to = _cast(shared[0], v) if form == "Tensor" else None
     elif form == "Scalar" and not numbers:
         return None
     target = getattr(getattr(_aten, f"_foreach_{name}{'_' if in_place else ''}", None), form, None)
@@ -124,14 +123,35 @@ def _fits(name: str, number: Any, v: torch.Tensor) -> bool:
     n = value(number) if isinstance(number, fx.Node) else None
     if n is None or n.ndim or name not in ("mul", "add", "div") or not n.dtype.is_floating_point:
         return False
-    return n.dtype == v.dtype or (v.dtype.itemsize >= 4 and n.device == v.device)
+    return n.dtype == v.dtype or n.device == v.device
 
 
-def narrowed(graph: fx.Graph, one: ListCall) -> tuple[Any, ...]:
-    """What all leaves share, in the dtype that the kernels want."""
-    if one.narrowed is None:
+def _as_float(number: Any) -> bool:
+    """Whether a float is the same number."""
+    return isinstance(number, float) or abs(number) <= 2**53
+
+
+def _cast(number: Any, v: torch.Tensor) -> torch.dtype | None:
+    """The dtype of that argument which gives each leaf the bits that it has by itself."""
+    if not isinstance(number, fx.Node):
+        return torch.float64
+    if value(number).dtype == v.dtype or (v.dtype.itemsize < 4 and v.device.type == "cpu"):
+        return None  # a CPU computes halves in float32, with a number that it has not rounded to a half
+    return v.dtype  # as torch does with each of the leaves
+
+
+def shared(graph: fx.Graph, one: ListCall, like: fx.Node) -> tuple[Any, ...]:
+    """What all leaves share, as the kernels want it; `like`: a call whose ranks have it alike."""
+    if one.cast is None:
         return one.shared
     (number,) = one.shared
-    cast = graph.call_function(_aten._to_copy.default, (number,), {"dtype": one.narrowed})
-    cast.meta.update(number.meta, val=value(number).to(one.narrowed))
-    return (cast,)
+    if isinstance(number, fx.Node):
+        cast = graph.call_function(_aten._to_copy.default, (number,), {"dtype": one.cast})
+        cast.meta.update(number.meta, val=value(number).to(one.cast))
+        return (cast,)
+    how = {"dtype": one.cast, "device": torch.device("cpu")}
+    made = graph.call_function(_aten.scalar_tensor.default, (number,), how)
+    made.meta.update(like.meta, val=value(like).new_empty((), **how))
+    if HOLDERS in made.meta:
+        made.meta[HOLDERS] = (0,) * len(made.meta[HOLDERS])
+    return (made,)

@@ -12,7 +12,7 @@ from ..ir.graph import Step, output, value, viewed, written
 from ..ir.mapped import COLUMN, is_on_lists
 from ..ir.row_by_row import through
 from .donate import HAND_OVER
-from .list_calls import call_of, mark_own, narrowed
+from .list_calls import call_of, mark_own, shared
 
 
 def on_lists(body: fx.Graph) -> fx.Graph:
@@ -44,7 +44,7 @@ def _for_all(graph: fx.Graph, node: fx.Node, lists: set[fx.Node], values: dict[f
     one = call_of(node)
     if one is not None and all(x in one.lists for x in node.args if x in lists) and lists.issuperset(one.lists):
         one = dataclasses.replace(one, shared=fx.map_arg(one.shared, values.__getitem__))
-        args = *map(values.__getitem__, one.lists), *narrowed(graph, one)
+        args = *map(values.__getitem__, one.lists), *shared(graph, one, node)
         call = graph.call_function(one.target, args, dict(one.kwargs))
         call.meta = {**node.meta, "val": None if one.in_place else [value(node)]}
         return values[one.lists[0]] if one.in_place else call
