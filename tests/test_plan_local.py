@@ -540,7 +540,8 @@ def test_numbers_meet_lists_of_halves_as_each_of_them(dtype: torch.dtype) -> Non
 
     found = improved(f, [share, *halves], foreach)
     lists = [name for name in found if name.startswith("_foreach")]
-    assert len(lists) == 28 and set(found) - set(lists) == {"_to_copy", "scalar_tensor", "getitem"}
+    assert len(lists) == 28
+    assert set(found) - set(lists) == {"_to_copy", "scalar_tensor", "getitem"}
 
 
 def test_what_is_seen_by_another_name_is_written() -> None:
