@@ -81,13 +81,14 @@ class PipelineMemory:
     __repr__ = text
 
 
-def memory_of(staged: Any, homes: Sequence[Iterable[int]], timeline: Timeline) -> PipelineMemory:
+def memory_of(staged: Any, homes: Sequence[Iterable[int]], timeline: Timeline, means: bool = True) -> PipelineMemory:
     """The memory of a step.
 
     Args:
         staged: its plan, a `Staged`.
         homes: for each parameter the ranks that have it.
         timeline: when each task runs.
+        means: whether it makes the means of what it adds up; else it gives the sums, of which a plan around it makes these.
     """
     schedule = staged.schedule
     runs_here = set(staged.order)  # without gradients the forward tasks alone
@@ -107,7 +108,8 @@ def memory_of(staged: Any, homes: Sequence[Iterable[int]], timeline: Timeline) -
         holds = posts[rank].holds
         holds.begin()
         totals = run.finish()
-        results = [HeldPiece(holds, size, GRADIENTS) for size in _results(staged, homes, rank)]
+        sizes = _results(staged, homes, rank) if means else ()
+        results = [HeldPiece(holds, size, GRADIENTS) for size in sizes]
         rows[rank].append(MemoryMoment("results", end, end, holds.top, dict(holds.now)))
         del totals, results
     return PipelineMemory(tuple(map(tuple, rows)), before, tuple(post.holds.most for post in posts))

@@ -73,7 +73,7 @@ class PipedCall:
     @functools.cached_property
     def held(self) -> list[int]:
         """The same of each rank along the axis."""
-        memory = memory_of(self.staged, self.staged.uses(), self.staged.schedule.simulate())
+        memory = memory_of(self.staged, self.staged.uses(), self.staged.schedule.simulate(), means=False)
         return [peak - held["arguments"] for peak, held in zip(memory.peaks, memory.before, strict=True)]
 
     def __call__(self, values: Sequence[Any]) -> list[torch.Tensor]:
