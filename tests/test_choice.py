@@ -13,6 +13,7 @@ from whole import some
 
 import vescale_fn as vfn
 from vescale_fn import P
+from vescale_fn._core.arrays import decide, interpreter
 from vescale_fn._core.arrays.layout_solver import solved
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.apply_calls import operands
@@ -60,6 +61,25 @@ LAYOUTS = Layouts(
     },
     (P(), P(None, "tp")),
 )
+
+
+def test_equal_calls_are_decided_once(monkeypatch):
+    decided = []
+    ask = lambda func, args, *rest: (decided.append(func), decide.decide_as(func, args, *rest))[1]
+    monkeypatch.setattr(interpreter, "decide_as", ask)
+
+    def deep(ws, x):
+        return functools.reduce(lambda x, w: torch.tanh(x @ w), ws, x)
+
+    for layers, new in ((2, 2), (5, 0)):
+        shapes = [vfn.ShapeDtype((24, 24), torch.float32)] * layers, vfn.ShapeDtype((48, 24), torch.float32)
+        recorded = record(deep, *shapes)
+        split = {"mm": CallLayout((P("dp"), P()), (P("dp"),)), "tanh": CallLayout((P("dp"),), (P("dp"),))}
+        stated = {node.name: split[node.name.partition("_")[0]] for node in recorded.about.calls}
+        layouts = Layouts(AXES, (*[P()] * layers, P("dp")), stated, (P("dp"),))
+        priced_as(recorded, layouts, vfn.hardware.cpu(4))
+        assert len(decided) == new, decided
+        decided.clear()
 
 
 def shard(x, spec):

@@ -22,7 +22,7 @@ from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import type_text
 from .._core.sharding.placements import normal
 from .._core.sharding.spec import P, problems
-from ..plan.ir.graph import calls, changed, output, value
+from ..plan.ir.graph import calls, output, value
 from ..plan.tracing import ambient
 from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.traced_float import Number
@@ -90,15 +90,19 @@ def _misfits(recorded: Recording, layouts: Layouts) -> Iterator[str]:
     for i, (spec, node) in enumerate(zip(layouts.outputs, recorded.results)):
         if spec is not None:
             of.append((f"output {i}", spec, None if node is None else value(node)))
+    fits = set[Any]()  # most lie as others do
     for what, spec, x in of:
         if isinstance(x, torch.Tensor) and not isinstance(spec, P):
             yield f"{what}: {described(spec)}, not a vfn.P"
         elif isinstance(spec, P) and not isinstance(x, torch.Tensor):
             yield f"{what}: {spec!r}, of what is no tensor"
-        elif isinstance(spec, P):
-            yield from (f"{what}: {spec!r}: {problem}" for problem in problems(spec, layouts.mesh, x.ndim))
+        elif isinstance(spec, P) and (spec, x.ndim) not in fits:
+            wrong = [f"{what}: {spec!r}: {problem}" for problem in problems(spec, layouts.mesh, x.ndim)]
             if spec.reduced or spec.at:
-                yield f"{what}: {spec!r}: a layout here has dims and what is unreduced, nothing else"
+                wrong.append(f"{what}: {spec!r}: a layout here has dims and what is unreduced, nothing else")
+            yield from wrong
+            if not wrong:
+                fits.add((spec, x.ndim))
 
 
 class Applied:
@@ -108,11 +112,8 @@ class Applied:
         functools.update_wrapper(self, recorded.f)
         self.recorded, self.layouts, self._mesh = recorded, layouts, mesh
         self.__name__ = recorded.name
-        graph = recorded.graph
-        self._nodes = list(calls(graph))
-        self._hot = changed(graph)
-        self._ends = _last_uses(self._nodes, output(graph).all_input_nodes)
-        self._early = early_moves(self._nodes, layouts.calls, {*self._hot, *output(graph).all_input_nodes})
+        about = recorded.about
+        self._early = early_moves(about.calls, layouts.calls, {*about.hot, *output(recorded.graph).all_input_nodes})
 
     @torch_internals.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,15 +182,16 @@ class Applied:
 
     def _run(self, given: Sequence[Any], mesh: Any, at: Callable[[fx.Node], None]) -> list[Any]:
         """What the graph gives."""
-        run, stated = Calls(mesh, self._hot), self.layouts.calls
+        about, stated = self.recorded.about, self.layouts.calls
+        run = Calls(mesh, about.hot, about.calls)
         for node, x in zip(self.recorded.placeholders, given, strict=True):
             run.hold(node, x)
-        for node in self._nodes:
+        for node in about.calls:
             at(node)
             run.hold(node, run.run(node, stated.get(node.name)))
             if node in self._early:
                 run.move(node, *self._early[node])
-            for x in self._ends.get(node, ()):
+            for x in about.ends.get(node, ()):
                 run.forget(x)
         gives: Any = output(self.recorded.graph).args[0]
         return [run.given(x) for x in gives]
@@ -240,23 +242,14 @@ def _alike(was: Any, is_: Any) -> bool:
     return not isinstance(is_, torch.Tensor) and leaves_.signature(was) == leaves_.signature(is_)
 
 
-def _last_uses(nodes: Sequence[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each call the values that nothing needs behind it."""
-    ends: dict[fx.Node, list[fx.Node]] = {}
-    seen = set(kept)
-    for node in reversed(nodes):
-        for x in (node, *node.all_input_nodes):
-            if x not in seen:
-                seen.add(x)
-                ends.setdefault(node, []).append(x)
-    return ends
-
-
 @contextmanager
 def _lines() -> Iterator[Callable[[fx.Node], None]]:
-    """Within the block, what is logged and recorded is of the line, and of the repetition, that a node was recorded with."""
+    """Within the block, what is logged and recorded is of the line, and of the repetition, that a node was recorded with; and
+    nobody looks for a Python loop of the user's."""
     recorder: Any = torch_internals.recorder()
-    before = (recorder.said, recorder.said_again) if recorder is not None else None
+    before = (recorder.said, recorder.said_again, recorder.counted) if recorder is not None else None
+    if recorder is not None:
+        recorder.counted = None
 
     def at(node: fx.Node) -> None:
         line, again = node.meta.get("line") or "", node.meta.get("again")
@@ -269,4 +262,4 @@ def _lines() -> Iterator[Callable[[fx.Node], None]]:
             yield at
         finally:
             if recorder is not None and before is not None:
-                recorder.said, recorder.said_again = before
+                recorder.said, recorder.said_again, recorder.counted = before

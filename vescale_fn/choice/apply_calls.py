@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -13,9 +13,8 @@ from torch import fx
 from .._core import torch_internals
 from .._core.arrays.array import Array, is_array, place, spec_of, wrap
 from .._core.arrays.array_values import brought, reason
-from .._core.arrays.decide import as_others, decide_as
 from .._core.arrays.decision import Composed
-from .._core.arrays.stated_layout import NotAllowed
+from .._core.arrays.interpreter import stated_decision
 from .._core.arrays.strides import in_order
 from .._core.base import source_lines
 from .._core.base.errors import SpecError
@@ -31,6 +30,26 @@ from .search.layouts import CallLayout
 _NOT_SO = "a call cannot be carried out as the layout says"
 _BEHIND = -1  # the number of the repetition that a backward pass is
 _LEFT_OUT = "leave it out of Layouts.calls, and it runs as the rules vote"
+
+
+class CallFacts(NamedTuple):
+    """What is asked of a call each time that it is carried out.
+
+    Attributes:
+        operands: the nodes that give the tensors among its arguments, as of `operands`.
+        aten: whether it is an operator of torch's.
+        stays: whether it writes its arguments, or shows memory that is written: they stay where they are, and the rules vote.
+    """
+
+    operands: list[fx.Node]
+    aten: bool
+    stays: bool
+
+
+def facts(nodes: Iterable[fx.Node], hot: Container[fx.Node]) -> dict[fx.Node, CallFacts]:
+    """Of each call; `hot`: the nodes whose memory is written after they were made."""
+    stays = lambda node: bool(written(node)) or any(x in hot for x in node.all_input_nodes) and bool(viewed(node))
+    return {node: CallFacts(operands(node), is_aten(node), stays(node)) for node in nodes}
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
@@ -64,24 +83,24 @@ def filled(a: Any, of: Callable[[fx.Node], Any]) -> Any:
 
 
 def early_moves(
-    nodes: Sequence[fx.Node], stated: Mapping[str, CallLayout], kept: Collection[fx.Node]
+    about: Mapping[fx.Node, CallFacts], stated: Mapping[str, CallLayout], kept: Collection[fx.Node]
 ) -> dict[fx.Node, tuple[P, fx.Node]]:
     """Partial sums that all who read them want in one layout, with it and the first who reads them: they are summed as soon as
     they are made, as gradients that only the update reads. So what is held is smaller, and the collective has time.
 
     Args:
-        nodes: the calls.
+        about: the calls.
         stated: their layouts.
         kept: nodes that something else reads, or writes.
     """
     found = dict[fx.Node, tuple[P, fx.Node]]()
-    for node in nodes:
+    for node in about:
         call = stated.get(node.name)
         if call is None or node in kept or len(call.outs) != 1 or not call.outs[0].unreduced:
             continue
-        if not all(user.name in stated and is_aten(user) and not written(user) for user in node.users):
+        if not all(user.name in stated and about[user].aten and not written(user) for user in node.users):
             continue
-        pairs = ((user, zip(operands(user), stated[user.name].ins)) for user in node.users)
+        pairs = ((user, zip(about[user].operands, stated[user.name].ins)) for user in node.users)
         wanted = {spec: user for user, given in pairs for x, spec in given if x is node}
         if len(wanted) == 1 and not next(iter(wanted)).unreduced:
             found[node] = next(iter(wanted.items()))
@@ -94,15 +113,15 @@ class Calls:
     Args:
         mesh: of the arrays.
         hot: the nodes whose memory is written after they were made: they stay where they are.
+        facts: of the calls.
     """
 
-    def __init__(self, mesh: Any, hot: frozenset[fx.Node]) -> None:
-        self.mesh, self.hot, self.axes = mesh, hot, axes_of(mesh)
+    def __init__(self, mesh: Any, hot: Container[fx.Node], facts: Mapping[fx.Node, CallFacts]) -> None:
+        self.mesh, self.hot, self.facts, self.axes = mesh, hot, facts, axes_of(mesh)
         self._values: dict[fx.Node, Any] = {}
         self._moved: dict[tuple[fx.Node, P], Any] = {}
         self._before: set[tuple[fx.Node, P]] = set()  # what moved in the forward pass
         self._behind = False  # whether the forward pass is over
-        self._decided: dict[Any, Any] = {}
 
     def hold(self, node: fx.Node, x: Any) -> None:
         """Note what a node gives."""
@@ -133,6 +152,7 @@ class Calls:
     def run(self, node: fx.Node, stated: CallLayout | None) -> Any:
         """What a call gives: laid out as stated, or as the rules vote."""
         func: Any = node.target
+        about = self.facts[node]
         if not self._behind and "backward" in node.meta:  # what was gathered is gathered again, and not held until then
             self._behind, self._before = True, set(self._moved)
             self._moved.clear()
@@ -142,12 +162,12 @@ class Calls:
             return out if stated is None else self._laid_out(node, out, stated.outs)
         if isinstance(func, Step):
             return self._in_order(node)
-        if not is_aten(node):  # arithmetic on floats
+        if not about.aten:  # arithmetic on floats
             return func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
-        nodes = operands(node)
+        nodes = about.operands
         if not nodes:
             return self._made(node, stated)
-        if stated is None or self._stays(node):
+        if stated is None or about.stays:
             return func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
         given = [self._brought(x, spec, node) for x, spec in zip(nodes, stated.ins, strict=True)]
         each = iter(given)
@@ -163,30 +183,15 @@ class Calls:
 
     def _decision(self, node: fx.Node, given: Sequence[Any], args: Any, kwargs: Any, stated: CallLayout) -> Any:
         """The decision that carries a call out as stated; None where no rule says how it is split."""
-        key = node, *map(torch_internals.spec, given)
-        if key not in self._decided:
+        decision, why = stated_decision(node.target, args, kwargs, stated.ins, stated.outs)
+        if decision is None and why:
             ins = [normal(spec, self.axes, x.shape) for x, spec in zip(given, stated.ins, strict=True)]
-            outs = [normal(spec, self.axes, x.shape) for x, spec in zip(results(node), stated.outs, strict=True)]
-            try:
-                with torch_internals.unrecorded():
-                    self._decided[key] = decide_as(node.target, args, kwargs, ins, outs)
-            except NotAllowed as why:
-                with torch_internals.unrecorded():
-                    self._decided[key] = as_others(node.target, args, kwargs)
-                if self._decided[key] is not None:
-                    return self._decided[key]
-                if any(ins) or any(one.unreduced for one in (*ins, *outs)):
-                    raise self.unfit(node, stated, str(why)) from None
-                self._decided[key] = None  # of whole arguments every rank can make all, and keep its part
-        return self._decided[key]
-
-    def _stays(self, node: fx.Node) -> bool:
-        """Whether a call writes its arguments, or shows memory that is written: they stay where they are, and the rules
-        vote."""
-        return bool(written(node)) or (bool(viewed(node)) and any(x in self.hot for x in node.all_input_nodes))
+            if any(ins) or any(one.unreduced for one in (*stated.ins, *stated.outs)):
+                raise self.unfit(node, stated, why)
+        return decision  # of whole arguments every rank can make all, and keep its part
 
     def _same(self, a: P, b: P, x: torch.Tensor) -> bool:
-        return normal(a, self.axes, x.shape) == normal(b, self.axes, x.shape)
+        return a == b or normal(a, self.axes, x.shape) == normal(b, self.axes, x.shape)
 
     def _brought(self, node: fx.Node, spec: P, caller: fx.Node) -> Any:
         """What a node gave, in a layout; once for all calls that want it so."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -23,8 +24,23 @@ from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.guards import Captured
 from ..plan.tracing.recorder import Unrecordable
 from ..plan.tracing.trace import Recorded, trace_flat
+from .apply_calls import CallFacts, facts
 
 _INSTEAD = "torch.where for `if`, tensors for numbers; what cannot be recorded, outside of the step"
+
+
+class AboutCalls(NamedTuple):
+    """What is asked of the calls of a recorded graph whenever it is carried out.
+
+    Attributes:
+        calls: its calls in order, each with what is asked of it.
+        hot: the nodes whose memory is written after they were made.
+        ends: of each call the values that nothing needs behind it.
+    """
+
+    calls: dict[fx.Node, CallFacts]
+    hot: frozenset[fx.Node]
+    ends: dict[fx.Node, list[fx.Node]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +72,12 @@ class Recording:
     def placeholders(self) -> list[fx.Node]:
         """The inputs of the graph: the tensors and the floats among the arguments' leaves, then constants."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @functools.cached_property
+    def about(self) -> AboutCalls:
+        """What is asked of the calls in every layout."""
+        nodes, hot = list(calls(self.graph)), changed(self.graph)
+        return AboutCalls(facts(nodes, hot), hot, _last_uses(nodes, output(self.graph).all_input_nodes))
 
 
 def record(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
@@ -135,3 +157,15 @@ def _results(recorded: Recorded, graph: fx.Graph, places: Sequence[int]) -> list
             kind, what = made
             found.append(inputs.get(what) if kind == "input" else None)
     return found
+
+
+def _last_uses(nodes: Sequence[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each call the values that nothing needs behind it."""
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    seen = set(kept)
+    for node in reversed(nodes):
+        for x in (node, *node.all_input_nodes):
+            if x not in seen:
+                seen.add(x)
+                ends.setdefault(node, []).append(x)
+    return ends

@@ -28,6 +28,7 @@ from ..distributed.mesh import communicator_of, is_part, mesh_name, same
 from ..distributed.places import is_elsewhere, place_of
 from ..sharding.index_map import axes_of, dim_indices, local_shape
 from ..sharding.layout import WHOLE, axes_items, layout, spec_for, text
+from ..sharding.placements import normal
 from ..sharding.spec import P, split_axes
 from . import reshard_plan
 from .array_values import reason
@@ -161,10 +162,10 @@ def decide_as(
     if rule is None or pinned:
         return None
     shapes = [tuple(o.shape) if isinstance(o, torch.Tensor) else None for o in call.outs]
-    lying = [(spec, tuple(x.shape)) for spec, x in zip(targets, tensors, strict=True)]
-    each = iter(outs)
-    wanted = [None if shape is None else next(each) for shape in shapes]
-    solution = stated(rule, lying, shapes, axes_of(call.mesh), wanted)
+    axes, each = axes_of(call.mesh), iter(outs)
+    lying = [(normal(spec, axes, x.shape), tuple(x.shape)) for spec, x in zip(targets, tensors, strict=True)]
+    wanted = [None if shape is None else normal(next(each), axes, shape) for shape in shapes]
+    solution = stated(rule, lying, shapes, axes, wanted)
     covered = _covered(rule, [*solution.targets, *solution.outs], [*tensors, *call.outs], call.mesh)
     if covered == _SCATTERED:
         raise NotAllowed("uneven blocks in this order of axes are no ranges, which it needs")

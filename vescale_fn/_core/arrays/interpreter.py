@@ -18,14 +18,17 @@ from ..base import context, op_lines, traced_steps
 from ..base.op_arguments import tensors_in
 from ..base.state import process
 from ..local_types import replica_check
+from ..sharding.spec import P
 from .aliasing import table_rows
-from .decide import decide
+from .decide import as_others, decide, decide_as
 from .decision import Decision
 from .rules.traits import TABLE_GRADIENT
+from .stated_layout import NotAllowed
 from .value_uses import run_noted
 
 _CACHE_SIZE = 16384
 _cache: OrderedDict[Any, Decision] = OrderedDict()
+_stated: OrderedDict[Any, tuple[Any, Decision | None, str]] = OrderedDict()  # with the op, whose id nobody else has
 _listeners = op_lines.listeners
 _modes, _spec, _default_dtype = torch_internals.dispatch_modes, torch_internals.spec, torch.get_default_dtype
 
@@ -38,6 +41,7 @@ def cache_info() -> dict[str, int]:
 def clear_cache() -> None:
     """Forget all decisions."""
     _cache.clear()
+    _stated.clear()
 
 
 def _key(a: Any) -> Any:
@@ -54,6 +58,31 @@ def _key(a: Any) -> Any:
             return torch_internals.spec(a)
         return a.shape, a.stride() if a.layout is torch.strided else a.layout, a.dtype, a.device.type
     return kind, a
+
+
+def stated_decision(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], ins: tuple[P, ...], outs: tuple[P, ...]
+) -> tuple[Decision | None, str]:
+    """The decision by which a call of arrays is carried out as stated, remembered as those that are voted: its tensor arguments
+    lie as `ins` say, its results as `outs`. Where its rule does not allow that, the decision that carries it out as a few
+    others, if it is one of these, and why; None where no rule says how it is split."""
+    key = id(func), _default_dtype(), _key(args), _key(tuple(kwargs.items())), ins, outs
+    found = _stated.get(key)
+    if found is None:
+        with torch_internals.unrecorded():
+            found = _stated[key] = func, *_as_stated(func, args, kwargs, ins, outs)
+        if len(_stated) > _CACHE_SIZE:
+            _stated.popitem(last=False)
+    return found[1:]
+
+
+def _as_stated(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], ins: Sequence[P], outs: Sequence[P]
+) -> tuple[Decision | None, str]:
+    try:
+        return decide_as(func, args, kwargs, ins, outs), ""
+    except NotAllowed as why:
+        return as_others(func, args, kwargs), str(why)
 
 
 def dispatch(cls: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
