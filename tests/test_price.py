@@ -183,6 +183,48 @@ def test_what_fsdp_gathers_and_sums_travels_beside_computing_within_a_bound(monk
     assert beside.peak <= least.peak + AHEAD
 
 
+def test_equal_layers_that_stay_calls_compute_while_parameters_and_gradients_travel():
+    """Casts of parameters, their gathers, and sums of gradients stand outside of the calls, beside which they travel."""
+
+    layer = vfn.plan.shared(lambda w, x: x + (x @ vfn.with_sharding(w.to(torch.bfloat16), P())).relu())
+
+    def step(ws, x):
+        def loss(ws):
+            return functools.reduce(lambda x, w: layer(w, x), ws, x).float().square().mean()
+
+        grads = vfn.grad(loss)(ws)
+        return [w - 0.1 * vfn.with_sharding(g, P("dp")) for w, g in zip(ws, grads)]
+
+    def ask(count):
+        args = [S((2048, 2048), f32)] * count, S((65536, 2048), torch.bfloat16)
+        return vfn.price(step, *args, specs=(P("dp"), P("dp")), mesh={"dp": 8}, hardware="h100", donate_argnums=0)
+
+    few, many = ask(4), ask(20)
+    assert many.communication > 4 * few.communication
+    assert many.exposed < 1.2 * few.exposed
+
+
+def test_equal_layers_in_which_values_travel_are_no_calls_where_that_hides_it():
+    """Tensor parallel layers, whose parameters are gathered over another axis: on GPUs 16 of them wait no longer each than 8."""
+    whole = P(None, "tp")
+
+    @vfn.plan.shared
+    def layer(ws, x):
+        for w in ws:
+            x = vfn.with_sharding((x @ vfn.with_sharding(w, whole)).relu() @ vfn.with_sharding(w, whole).T, P("dp"))
+        return x
+
+    def step(ws, x):
+        return functools.reduce(lambda x, w: layer(w, x), ws, x)
+
+    def ask(count):
+        args = [[S((4096, 65536), torch.bfloat16)] * 3] * count, S((65536, 4096), torch.bfloat16)
+        price = vfn.price(step, *args, specs=(P("dp", "tp"), P("dp")), mesh={"dp": 8, "tp": 8}, hardware="h100")
+        return price.exposed / count
+
+    assert ask(16) < 1.05 * ask(8)
+
+
 def test_iterations_cost_what_they_would_one_by_one():
     """Of loops the first iterations are gone through; the others take as long as the last of these."""
 

@@ -72,6 +72,6 @@ PASSES = (*OF_ONE_RANK, *OF_RANKS)
 def beside_computing(passes: Sequence[Pass]) -> list[Pass]:
     """The passes as on devices that compute while values travel: they ask the mesh, which is of CPUs wherever there are no
     GPUs."""
-    asks = lambda one: getattr(one, "func", one) in (overlap, prefetch, under_way)
+    asks = lambda one: getattr(one, "func", one) in (kept, overlap, prefetch, under_way)
     computing: Any = functools.partial
     return [computing(one, on_cpu=True) if asks(one) else one for one in passes]

@@ -1,22 +1,24 @@
 """Equal calls of which there are many stay calls, so that each pass behind has their body once; few are inlined.
 
 What the passes behind find between calls stands outside of them: collectives of what a call is given (the gathers of a
-layer's parameters, which are put together and started ahead), collectives of what it gives (the sums of gradients), and what
-is the same in all calls (a mask). Simulated ranks' calls, which stand in rows, are inlined all.
+layer's parameters, of their casts, too, which are put together and started ahead), collectives of what it gives (the sums of
+gradients), and what is the same in all calls (a mask). Simulated ranks' calls, which stand in rows, are inlined all; and on
+GPUs those in which collectives would be left, as in tensor parallel layers: calls hide nothing of what travels in them.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from ..._core.distributed.collectives import Collective
-from ..ir.collective_nodes import is_light, is_listed, only_moves
-from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect, is_aten, nbytes, value
+from ..ir.collective_nodes import collective_of, is_light, is_listed, only_moves
+from ..ir.graph import calls, changed, collectives, copied, given_up, has_effect, is_aten, name_of, nbytes, value
 from ..ir.nested import ends, extracted, nested, reached
 from ..ir.ranks_as_one import ROW
 from ..ir.shared_bodies import Shared, inlined, placed
@@ -25,15 +27,20 @@ from .parts_of_results import parts
 MANY = 16
 
 
-def kept(graph: fx.Graph, many: int = MANY) -> fx.Graph:
+def kept(graph: fx.Graph, many: int = MANY, on_cpu: bool = False) -> fx.Graph:
     """The graph without calls that share a body with fewer than `many`, and with less in the others, among them those that
-    the recorder has found."""
+    the recorder has found.
+
+    Args:
+        many: how many calls stay.
+        on_cpu: also where the ranks are processes on CPUs, calls in which collectives would stay are inlined.
+    """
     graph = copied(graph)
     count = Counter(node.target for node in nested(graph) if isinstance(node.target, Shared))
     bodies: dict[Any, fx.Graph] = {
         target: inlined(target.bodies[0]) for target, n in count.items() if n >= many or target.found
     }  # type: ignore
-    bodies = {target: body for target, body in bodies.items() if may_stay(body)}
+    bodies = {target: body for target, body in bodies.items() if may_stay(body) and not _sends(body, on_cpu)}
     graph = inlined(given_up(graph), bodies)
     hot = changed(graph)
     for target, body in bodies.items():
@@ -54,7 +61,15 @@ def may_stay(body: fx.Graph) -> bool:
     parts, of which `residual` must see all."""
     if nested(body) or any(ROW in x.meta for x in body.nodes) or any(map(is_listed, collectives(body))):
         return False
-    return all(x.target.kind == "all_gather" for x in _early(body) if isinstance(x.target, Collective))
+    return all(map(_gathers, (x for x in _early(body) if isinstance(x.target, Collective))))
+
+
+def _sends(body: fx.Graph, on_cpu: bool) -> bool:
+    """Whether collectives would stay in calls, on devices that compute meanwhile: what travels outside of the calls would have
+    to wait for them, as ranks do both in one order, and what travels in them for their end."""
+    parts = _parts(body)
+    inside = set(collectives(body)).difference(parts.before, parts.after)
+    return any(on_cpu or collective_of(x).mesh.device_type != "cpu" for x in inside)
 
 
 class _Parts(NamedTuple):
@@ -111,16 +126,16 @@ def _apart(
             values[x] = placed(call, x, values)
 
 
-def _parts(body: fx.Graph, same: set[fx.Node]) -> _Parts:
+def _parts(body: fx.Graph, same: Collection[fx.Node] = ()) -> _Parts:
     """What stands outside of calls, which are all given the `same` in some places."""
     hot = changed(body)
     fixed = set(same)
     for x in calls(body):
         if fixed.issuperset(x.all_input_nodes) and x not in hot and _is_pure(x):
             fixed.add(x)
-    early = _early(body)
-    seeds = [x for x in early if isinstance(x.target, Collective)]
-    seeds += [x for x in fixed - same if not is_light(x)]
+    early = _early(body, cast=True)
+    seeds = [x for x in early if _gathers(x)]
+    seeds += [x for x in fixed.difference(same) if not is_light(x)]
     before = reached(seeds)
     return _Parts([x for x in calls(body) if x in before], before & fixed, _late(body, hot, before))
 
@@ -132,14 +147,18 @@ def _is_pure(x: fx.Node) -> bool:
     return is_aten(x) and not has_effect(x) and torch.Tag.nondeterministic_seeded not in x.target.tags  # type: ignore
 
 
-def _early(body: fx.Graph) -> list[fx.Node]:
-    """What only moves what a body is given, and collectives of that."""
+def _early(body: fx.Graph, cast: bool = False) -> list[fx.Node]:
+    """What only moves what a body is given, or is to make another dtype of it, and collectives of that."""
     hot, found = changed(body), {x: None for x in body.nodes if x.op == "placeholder"}
     for x in calls(body):
         if x.all_input_nodes and all(y in found for y in x.all_input_nodes) and x not in hot:
-            if isinstance(x.target, Collective) or only_moves(x):
+            if isinstance(x.target, Collective) or only_moves(x) or (cast and name_of(x) == "_to_copy"):
                 found[x] = None
     return list(found)
+
+
+def _gathers(x: fx.Node) -> bool:
+    return isinstance(x.target, Collective) and x.target.kind == "all_gather"
 
 
 def _late(body: fx.Graph, hot: frozenset[fx.Node], before: set[fx.Node]) -> list[fx.Node]:

@@ -20,7 +20,7 @@ from ..ir import graph as plan
 from ..ir.collective_nodes import collective_of, in_order_of_ranks, is_written
 from ..ir.dependencies import Needs
 from ..ir.liveness import Facts, Line
-from ..ir.nested import Nested
+from ..ir.nested import Nested, collectives_in
 from ..ir.work import work
 from .overlap import AHEAD, is_wait, join_again, split
 
@@ -76,8 +76,8 @@ def _alive(facts: Facts, line: Line, waits: Mapping[fx.Node, fx.Node]) -> list[i
 class _Moving:
     """The calls of a line, one after the other, of which some are held back until what travels beside the others is there.
 
-    Held back is what waits for that, and what is behind it; but no product, collective or loop, which are what computes
-    meanwhile. Time counts as on GPUs, the devices of which this is for.
+    Held back is what waits for that, and what is behind it; but no product, collective, loop or shared call, which are what
+    computes meanwhile, and nothing across bodies that communicate. Time counts as on GPUs, the devices of which this is for.
 
     Args:
         facts: of the graph.
@@ -115,7 +115,7 @@ class _Moving:
                     continue
                 self._let_go(self._held_before(node))
             full = self.alive[i] + sum(self.held.values()) > self.most
-            if self.held and (full or node.op != "call_function" or isinstance(node.target, Nested)):
+            if self.held and (full or node.op != "call_function" or _sends(node)):
                 self._let_go([*self.held])
             self._pass(node)
             for one in [*self.held]:
@@ -164,6 +164,11 @@ class _Moving:
     def _begin(self, node: fx.Node) -> None:
         """What travels from a call that is through is under way."""
         raise NotImplementedError
+
+
+def _sends(node: fx.Node) -> bool:
+    """Whether it has bodies with collectives in them, which all ranks are to meet in one order with those outside."""
+    return isinstance(node.target, Nested) and next(collectives_in(node), None) is not None
 
 
 class _Later(_Moving):
