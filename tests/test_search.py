@@ -211,6 +211,7 @@ def test_products_are_computed_again_where_memory_binds_and_it_takes_least(axes)
 LOSSES = {
     "softmax": lambda x, target, weights: torch.softmax(x, 1),
     "mean": lambda x, target, weights: torch.nn.functional.cross_entropy(x, target),
+    "sum": lambda x, target, weights: torch.nn.functional.cross_entropy(x, target, weights, reduction="sum"),
     "each": lambda x, target, weights: torch.nn.functional.cross_entropy(x, target, weights, reduction="none"),
 }
 

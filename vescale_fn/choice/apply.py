@@ -183,7 +183,7 @@ class Applied:
     def _run(self, given: Sequence[Any], mesh: Any, at: Callable[[fx.Node], None]) -> list[Any]:
         """What the graph gives."""
         about, stated = self.recorded.about, self.layouts.calls
-        run = Calls(mesh, about.hot, about.calls)
+        run = Calls(mesh, about.hot, about.calls, self.layouts.keeps)
         for node, x in zip(self.recorded.placeholders, given, strict=True):
             run.hold(node, x)
         for node in about.calls:

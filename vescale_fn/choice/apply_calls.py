@@ -114,14 +114,17 @@ class Calls:
         mesh: of the arrays.
         hot: the nodes whose memory is written after they were made: they stay where they are.
         facts: of the calls.
+        keeps: whether what moves in the forward pass is kept for the backward pass.
     """
 
-    def __init__(self, mesh: Any, hot: Container[fx.Node], facts: Mapping[fx.Node, CallFacts]) -> None:
+    def __init__(
+        self, mesh: Any, hot: Container[fx.Node], facts: Mapping[fx.Node, CallFacts], keeps: bool = False
+    ) -> None:
         self.mesh, self.hot, self.facts, self.axes = mesh, hot, facts, axes_of(mesh)
         self._values: dict[fx.Node, Any] = {}
         self._moved: dict[tuple[fx.Node, P], Any] = {}
         self._before: set[tuple[fx.Node, P]] = set()  # what moved in the forward pass
-        self._behind = False  # whether the forward pass is over
+        self._behind = keeps  # whether the forward pass is over, or may be
 
     def hold(self, node: fx.Node, x: Any) -> None:
         """Note what a node gives."""

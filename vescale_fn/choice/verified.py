@@ -178,7 +178,7 @@ def stated(
 
 
 def _key(layouts: Layouts) -> Any:
-    return tuple(layouts.mesh.items()), layouts.inputs, layouts.outputs, tuple(layouts.calls.items())
+    return tuple(layouts.mesh.items()), layouts.inputs, layouts.outputs, tuple(layouts.calls.items()), layouts.keeps
 
 
 def _priced(

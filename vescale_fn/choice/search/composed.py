@@ -42,8 +42,7 @@ class StepsPrice(NamedTuple):
 def composed(
     node: fx.Node, rule: Rule, named: Mapping[str, Any], shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Rule, StepsPrice] | None:
-    """The rule of a call with a label for the dim that its steps sum over, and their price; None where there are none, or what
-    they leave unsummed depends on more than the rule.
+    """The rule of a call with a label for the dim that its steps sum over, and their price; None where there are none.
 
     Args:
         node: the call.
@@ -57,15 +56,15 @@ def composed(
         return None
     x: T = named[found.argument]
     (dim,) = found.dims(dict(named), x.ndim) or (None,)
-    losing = "nll_loss_forward" in name
-    if dim is None or (losing and rule.fold == "sum" and rule.sums):
+    if dim is None:
         return None
     given = {t.index: t.shape for t in named.values() if isinstance(t, T)}
     ins = tuple(_labelled(row, given[i], x.shape, dim) for i, row in enumerate(rule.ins))
     outs = tuple(_labelled(row, shape or (), x.shape, dim) for row, shape in zip(rule.outs, shapes, strict=True))
     new = replace(rule, ins=ins, outs=outs)
-    if losing:
-        new = replace(new, sums=rule.sums | {APART}, fold="total")
+    if "nll_loss_forward" in name:
+        adds = rule.fold == "sum" and bool(rule.sums)  # of the rule; what its steps give is added up at once
+        new = replace(new, sums=rule.sums | {APART}, fold="sum" if adds else "total")
     sums, steps, halves = of
     wide, small = dtypes.wide(x.dtype).itemsize, x.dtype.itemsize
     casts = (float(wide + small),) * (halves if wide > small else 0)

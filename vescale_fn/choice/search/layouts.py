@@ -31,12 +31,14 @@ class Layouts:
         calls: of calls, by their nodes' names, how they are carried out; others, and those that write in place or show memory
             that is written, run as the rules vote.
         outputs: of each leaf of the result how it lies; None for what is no tensor, or stays as it comes.
+        keeps: whether what moves in the forward pass is kept for the backward pass; else it moves there once more.
     """
 
     mesh: Mapping[str, int]
     inputs: tuple[P | None, ...]
     calls: Mapping[str, CallLayout] = field(default_factory=dict[str, CallLayout])
     outputs: tuple[P | None, ...] = ()
+    keeps: bool = False
 
     def specs(self) -> Iterator[tuple[str, P]]:
         """All that it names, with where."""

@@ -113,7 +113,7 @@ def options(
     if site.is_input:
         (out,) = outs
         every = layouts(out.sizes if out is not None else (), axes)
-        return [Option((), (x,)) for x in every if out is None or _is_plain(out, x, axes)], ins, outs
+        return [Option((), (x,)) for x in every if out is None or is_plain(out, x, axes)], ins, outs
     whole = (NONE,) * len(axes)
     if site.rule is None:
         return [Option((whole,) * len(ins), (whole,) * len(outs))], ins, outs
@@ -155,10 +155,10 @@ def layouts(sizes: Sequence[int], axes: Mapping[str, int]) -> list[Layout]:
     return [found for found in every if all(fits(found, k) for k in found if k >= 0)]
 
 
-def _is_plain(out: Dims, layout: Layout, axes: Mapping[str, int]) -> bool:
-    """Whether no dim is split in parts of its own: arguments lie as people write it."""
+def is_plain(dims: Dims, layout: Layout, axes: Mapping[str, int]) -> bool:
+    """Whether no dim is split in parts of its own, as people write layouts."""
     of = lambda k: tuple(a for a, x in zip(axes, layout) if x == k)
-    return not any(isinstance(merge([(out.sizes[k], of(k)) for k in dim], axes), Merged) for dim in out.dims if dim)
+    return not any(isinstance(merge([(dims.sizes[k], of(k)) for k in dim], axes), Merged) for dim in dims.dims if dim)
 
 
 def _is_mixed(chosen: tuple[Any, ...]) -> bool:
@@ -184,7 +184,7 @@ def _option(
     summed = {x for x in chosen if x is not None and x != "partial" and x[0] in rule.sums}
     whole = (NONE,) * len(axes)
     gone = [summed.difference(one.labels) if one is not None else set[Any]() for one in outs]
-    adds, kept = rule.fold == "sum", {"partial"} if rule.linear else set[str]()
+    adds, kept = rule.fold == "sum" and not any(map(_is_apart, summed)), {"partial"} if rule.linear else set[str]()
     made = [
         whole if one is None else _lying(one, chosen, {*kept, *(missing if adds else ())})
         for one, missing in zip(outs, gone)

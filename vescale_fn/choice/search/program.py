@@ -53,7 +53,7 @@ class Group:
         edges: who reads it.
         count: how many values there are.
         itemsize: the bytes of an element.
-        late: whether they read it after the moment when, on one device, most is held.
+        late: whether they read it after the moment when, on one device, most is held; None: at any time.
         credit: seconds of a move that are hidden behind computation, where it can begin early or end late.
         shown: the part of these seconds that is not hidden after all.
         is_gradient: whether it is read by the update alone, element by element.
@@ -64,7 +64,7 @@ class Group:
     edges: list[Edge]
     count: int
     itemsize: int
-    late: bool = False
+    late: bool | None = False
     credit: float = 0.0
     shown: float = _HIDDEN
     is_gradient: bool = False
@@ -78,12 +78,14 @@ class Program:
         step: what is the same on all meshes.
         sites, groups: as they are.
         moves: what moves take.
+        keeps: whether what moves in the forward pass is kept for the backward pass; else it moves once more.
     """
 
     step: Structure
     sites: list[Chooser]
     groups: list[Group]
     moves: Moves
+    keeps: bool = False
 
     def target(self, edge: Edge, option: int) -> Layout | None:
         """How a site with this option wants a value, in the value's atoms; None where it does not matter."""
@@ -106,7 +108,13 @@ class Program:
         return total
 
 
-def program(step: Structure, axes: Mapping[str, int], hardware: Any, fixed: Mapping[int, Any] | None = None) -> Program:
+def program(
+    step: Structure,
+    axes: Mapping[str, int],
+    hardware: Any,
+    fixed: Mapping[int, Any] | None = None,
+    keeps: bool = False,
+) -> Program:
     """The program of a recorded step.
 
     Args:
@@ -114,12 +122,15 @@ def program(step: Structure, axes: Mapping[str, int], hardware: Any, fixed: Mapp
         axes: of the mesh, with their sizes.
         hardware: what calls and moves take.
         fixed: of inputs, by number, how they lie.
+        keeps: whether what moves in the forward pass is kept for the backward pass.
     """
-    return _Made(step, axes, hardware, fixed or {}).program
+    return _Made(step, axes, hardware, fixed or {}, keeps).program
 
 
 class _Made:
-    def __init__(self, step: Structure, axes: Mapping[str, int], hardware: Any, fixed: Mapping[int, Any]) -> None:
+    def __init__(
+        self, step: Structure, axes: Mapping[str, int], hardware: Any, fixed: Mapping[int, Any], keeps: bool
+    ) -> None:
         self.step, self.axes, self.hardware = step, dict(axes), hardware
         self.sites = [self._site(n, number) for n, number in step.number.items()]
         for sizes in step.loose:  # a result that replaces no input lies in any way, but is no partial sum
@@ -127,8 +138,10 @@ class _Made:
             self.sites.append(Chooser(len(self.sites), None, 1, ways_))
         self._fix(fixed)
         self.groups = [Group(x.site, x.part, list(x.edges), x.count, x.itemsize, x.late) for x in step.readers]
+        if keeps:
+            self.groups = _joined(self.groups)
         self._credits()
-        self.program = Program(step, self.sites, self.groups, Moves(self.axes, hardware))
+        self.program = Program(step, self.sites, self.groups, Moves(self.axes, hardware), keeps)
 
     def _site(self, n: int, number: int) -> Chooser:
         rep = self.step.reps[n]
@@ -173,3 +186,13 @@ class _Made:
                 share = math.prod(dims.sizes) * group.itemsize / total if dims is not None else 0
                 group.credit, group.shown = whole / 3 * min(share, 1.0), _HIDDEN + (1 - _HIDDEN) / max(large, 1)
                 group.is_gradient = n not in read and not any(edge.operand == RESULT for edge in group.edges)
+
+
+def _joined(groups: Sequence[Group]) -> list[Group]:
+    """Those who read a value at any time as one group."""
+    found: dict[tuple[int, int], Group] = {}
+    for group in groups:
+        if (one := found.setdefault((group.site, group.part), group)) is not group:
+            one.edges += [edge for edge in group.edges if edge not in one.edges]
+            one.count, one.late = max(one.count, group.count), None
+    return [*found.values()]

@@ -15,7 +15,7 @@ from .highs import Deadline
 from .in_pairs import best_in_pairs
 from .layouts import CallLayout, Layouts
 from .moves import spec_of_dims
-from .options import Layout
+from .options import PARTIAL, Layout, is_plain
 from .program import Program, program
 from .structure import Structure, structure
 
@@ -58,7 +58,7 @@ def search(
         recording: of the step, or its structure.
         mesh: axes with their sizes.
         hardware: what calls and collectives take.
-        memory: bytes that a rank may hold; None: any.
+        memory: bytes that a rank may hold; None: any, so that what moves is kept as long as somebody reads it.
         fixed: of inputs, by number, the specs that are given.
         candidates: how many layouts, which lie differently by at least a hundredth of the arguments' bytes.
         ties: of results, by number, the input that each replaces; None: found by shape, in order.
@@ -70,7 +70,7 @@ def search(
         OutOfTime: the solver found nothing in the time that it had.
     """
     step = recording if isinstance(recording, Structure) else structure_of(recording, ties)
-    made = program(step, mesh, hardware, fixed)
+    made = program(step, mesh, hardware, fixed, memory is None)
     add_repeats(made, again)
     deadline = seconds if isinstance(seconds, Deadline) else Deadline(seconds)
     return on_mesh(made, memory, candidates, deadline)
@@ -120,15 +120,16 @@ def _found(made: Program, one: Best) -> FoundLayouts:
 def layouts_of(made: Program, chosen: Sequence[int]) -> Layouts:
     """The layouts that options mean."""
     axes, step = made.moves.axes, made.step
-    calls, lies, inputs = dict[str, CallLayout](), dict[Any, Any](), dict[Any, Any]()
+    calls, lies, inputs, wanted = dict[str, CallLayout](), dict[Any, Any](), dict[Any, Any](), _of_views(made, chosen)
     known: dict[
         Any, tuple[CallLayout, list[Layout]]
     ] = {}  # by class, and how the operands lie: as few as there are layers
     for x in step.calls:
         n = step.classes[x.node]
-        key = n, *(lies[y] for y in x.operands)
+        before = wanted[x.node] if x.node in wanted else [lies[y] for y in x.operands]
+        key = n, *before
         if key not in known:
-            known[key] = _lying(made, chosen, n, [*key[1:]])
+            known[key] = _lying(made, chosen, n, before)
         call, gives = known[key]
         lies.update({(x.node, part): layout for part, layout in enumerate(gives)})
         if x.is_input:
@@ -149,7 +150,35 @@ def layouts_of(made: Program, chosen: Sequence[int]) -> Layouts:
             outputs.append(spec_of_dims(dims.sizes, dims.dims, lie, axes))
         else:
             outputs.append(None)
-    return Layouts(dict(axes), tuple(inputs[node] for node in step.inputs), calls, tuple(outputs))
+    return Layouts(dict(axes), tuple(inputs[node] for node in step.inputs), calls, tuple(outputs), made.keeps)
+
+
+def _of_views(made: Program, chosen: Sequence[int]) -> dict[Any, list[Layout]]:
+    """Of views that only rename how what they view is to lie, where all who read them want them in one layout: what moves is
+    what they view, once for all of them."""
+    step, wants, found = made.step, dict[Any, set[Layout]](), dict[Any, list[Layout]]()
+    known, shown = dict[Any, bool](), {source(node)[0] for node in step.results if node is not None}
+    for x in reversed(step.calls):
+        n, later = step.classes[x.node], not made.keeps and "backward" not in x.node.meta
+        if (view := step.through.get(n)) is None:
+            number = step.number[n]
+            given: Sequence[Layout | None] = made.sites[number].options[chosen[number]].ins
+        elif len(lies := wants.get(x.node, ())) == 1 and x.node not in shown:
+            if later and any("backward" in user.meta for user in x.node.users):  # for whom it moves once more
+                continue
+            goal = next(iter(lies))
+            given = [tuple(view[k] if k >= 0 else k for k in goal)]
+            if (n, goal) not in known:
+                known[n, goal] = PARTIAL not in goal and is_plain(step.dims[n][0][0], given[0], made.moves.axes)
+            if not known[n, goal]:
+                continue
+            found[x.node] = [*given]
+        else:
+            continue
+        for (y, part), lies in zip(x.operands, given, strict=True):
+            if lies is not None and not part:
+                wants.setdefault(y, set()).add(lies)
+    return found
 
 
 def _lying(made: Program, chosen: Sequence[int], n: int, before: list[Any]) -> tuple[CallLayout, list[Layout]]:

@@ -102,7 +102,7 @@ def searched(
     late: OutOfTime | None = None
     left_out = [] if left_out is None else left_out
     for mesh in meshes:
-        made = program(step, mesh, hardware, fixed)
+        made = program(step, mesh, hardware, fixed, memory is None)
         add_repeats(made, again)
         least, held_ = floor(made)
         fastest = min((one.seconds for one in found), default=math.inf)

@@ -77,7 +77,8 @@ class Structure:
         loose: of results that replace no input the sizes of the atoms; their sites come after the others.
         readers: of all values.
         spans: of (site, result) from when to when each of its values is held.
-        uses: of (site, result, late) the moments of the first and the last call that reads each of its values.
+        uses: of (site, result, late) the moments of the first and the last call that reads each of its values; late is None
+            for those of all readers.
         ties: of results, by number, the input that each replaces.
         result_sites: of other results the number of the site.
         gradients: the (site, result) from which the results that replace inputs are computed element by element.
@@ -98,7 +99,7 @@ class Structure:
     loose: Sequence[tuple[int, ...]]
     readers: Sequence[Readers]
     spans: Mapping[tuple[int, int], list[Span]]
-    uses: Mapping[tuple[int, int, bool], list[Span]]
+    uses: Mapping[tuple[int, int, bool | None], list[Span]]
     ties: Mapping[int, int]
     result_sites: Mapping[int, int]
     gradients: set[tuple[int, int]]
@@ -254,8 +255,8 @@ class _Read:
                 continue
             for part, out in enumerate(x.outs):
                 read = self.moments.get((x.node, part), ([], []))
-                for late in (False, True):  # in order, as calls are
-                    if mine := read[late]:
+                for late, mine in ((False, read[0]), (True, read[1]), (None, read[0] + read[1])):
+                    if mine:  # in order, as calls are
                         uses[n, part, late].append((mine[0], mine[-1]))
                 if out is None:
                     continue
