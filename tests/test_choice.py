@@ -367,7 +367,7 @@ def test_a_timeline_shows_what_computes_and_what_travels(choice, tmp_path):
 
 def test_a_plan_that_needs_too_much_is_searched_for_again_with_less(choice):
     recorded, hardware = choice.recorded, choice.hardware
-    best = search(recorded, {"tp": 4}, hardware, memory=0.5 * choice.predicted.peak, candidates=1)[0].layouts
+    best = search(recorded, {"tp": 4}, hardware, memory=0.75 * choice.predicted.peak, candidates=1)[0].layouts
     whole = replace(
         best, inputs=tuple(x and P() for x in best.inputs), calls={}, outputs=tuple(x and P() for x in best.outputs)
     )

@@ -56,7 +56,11 @@ class _Fusing:
             changed = False
             for site in reversed(elementwise):
                 alone = len(self._reads(site, made_by)) == 1 and not _is_smaller(site)
-                if alone and self._is_partial(site) and not any(map(self._adds, self.readers.get((site.number, 0), ()))):
+                if (
+                    alone
+                    and self._is_partial(site)
+                    and not any(map(self._adds, self.readers.get((site.number, 0), ())))
+                ):
                     self._add_up(site)
                     changed = True
 
