@@ -15,6 +15,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+import whole
 from torch._subclasses.fake_tensor import FakeTensor
 
 import vescale_fn as vfn
@@ -193,11 +194,15 @@ def test_a_run_that_is_resumed_on_another_mesh_goes_on_as_if_nothing_had_been(tm
         assert capsys.readouterr().err.endswith(f"error: {said}\n")
 
 
+# where a product is slow and a message is nothing: the search splits what rows do not
+SLOW = replace(vfn.hardware.cpu(2), flops={"float32": 1e6}, bytes=1e6, launch=1e-9)
+
+
 def chosen_on_this_rank(opt):
-    """A run in a layout that is chosen among what the search finds and two rows; and that layout."""
+    """A run in a layout that is chosen among what the search finds and a row; and that layout."""
     found, settled = [], choosing.settled
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choosing, "TEXTS", ("dp", "tp"))
+        patch.setattr(choosing, "TEXTS", ("dp",))
         patch.setattr(choosing, "CANDIDATES", 1)
         patch.setattr(choosing, "settled", lambda *given: found.append(settled(*given)) or found[-1])
         losses = train.run(opt)["losses"]
@@ -205,10 +210,8 @@ def chosen_on_this_rank(opt):
 
 
 def test_a_chosen_layout_trains_as_one_device_and_is_resumed_elsewhere(gloo, tmp_path, capsys):
-    """Where a product is slow and a message is nothing: the search splits what rows do not."""
-    slow = replace(vfn.hardware.cpu(2), flops={"float32": 1e6}, bytes=1e6, launch=1e-9)
-    (tmp_path / "slow.json").write_text(slow.to_json())
-    sizes = [*TINY[:-1], "--dropout", "0.1"]
+    (tmp_path / "slow.json").write_text(SLOW.to_json())
+    sizes = [*TINY[:-1], "--dropout", "0.1", "--accumulate", "2"]
     saved = ["--checkpoints", str(tmp_path / "run")]
     auto = "--parallel auto --mesh 2 --steps 2 --memory 1GiB --hardware".split()
     ranks = gloo(2, chosen_on_this_rank, options.parse([*sizes, *auto, str(tmp_path / "slow.json"), *saved]))
@@ -216,9 +219,10 @@ def test_a_chosen_layout_trains_as_one_device_and_is_resumed_elsewhere(gloo, tmp
     first, parallel, mesh, specs = ranks[0]
     assert (parallel, math.prod(mesh.values())) == ("auto", 2)
     assert any(f"'{axis}'" in specs for axis in mesh)
-    whole = losses("--steps", "3", "--mesh", "dp=1,tp=1", "--dropout", "0.1")
+    again = "--steps 3 --dropout 0.1 --accumulate 2".split()
+    whole = losses(*again, "--mesh", "dp=1,tp=1")
     assert first == pytest.approx(whole[:2], abs=1e-5)
-    assert losses("--steps", "3", "--mesh", "dp=2", "--parallel", "zero1", "--dropout", "0.1", *saved, "--resume") == [
+    assert losses(*again, "--mesh", "dp=2", "--parallel", "zero1", *saved, "--resume") == [
         pytest.approx(whole[2], abs=1e-5)
     ]
     capsys.readouterr()
@@ -226,8 +230,8 @@ def test_a_chosen_layout_trains_as_one_device_and_is_resumed_elsewhere(gloo, tmp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing, "TEXTS", ("dp",))
         patch.setattr(choosing, "CANDIDATES", 0)  # a row: the job runs as if that had been asked for
-        again = losses("--steps", "3", *auto[:2], "--mesh", "dp=2", "--dropout", "0.1", *saved, "--resume")
-    assert again == [pytest.approx(whole[2], abs=1e-5)]
+        last = losses(*again, *auto[:2], "--mesh", "dp=2", *saved, "--resume")
+    assert last == [pytest.approx(whole[2], abs=1e-5)]
     out = capsys.readouterr().out
     assert "chosen    step on mesh (dp=2), 2 processes on CPUs: dp on dp=2, as given\n" in out
     assert "where     auto (dp) on mesh (dp=2)" in out
@@ -239,8 +243,8 @@ def test_a_chosen_layout_trains_as_one_device_and_is_resumed_elsewhere(gloo, tmp
         ("--memory 1GiB", "--memory is about --parallel auto"),
         ("--mesh 4", "--mesh 4 names no axes: dp=4, or --parallel auto"),
         (
-            "--parallel auto --accumulate 2",
-            "--parallel auto chooses a layout for whole steps of ranks that stay: not with --accumulate",
+            "--parallel auto --deterministic 2 --elastic 1 --hardware measured",
+            "--elastic begins again with the same bits, and so in the same layout: not with --hardware measured",
         ),
         ("--parallel auto --memory much", "--parallel auto: memory='much' is no amount of memory"),
         (
@@ -278,10 +282,18 @@ def test_a_digest_at_the_end_and_an_exact_resume(tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_whose_processes_are_lost_has_the_digest_of_one_that_nobody_disturbs(monkeypatch, tmp_path, capfd):
-    argv = "--mesh dp=2 --parallel zero1 --deterministic 2 --steps 4 --evaluate-every 3 --dropout 0.1".split()
+    """In a layout that is chosen, and chosen again after the loss."""
+    texts, candidates = whole.some((("zero1",), 0), ((), 1))
+    monkeypatch.setattr(choosing, "TEXTS", texts)
+    monkeypatch.setattr(choosing, "CANDIDATES", candidates)
+    (tmp_path / "slow.json").write_text(SLOW.to_json())
+    argv = f"--mesh dp=2 --parallel auto --hardware {tmp_path / 'slow.json'} --deterministic 2".split()
+    argv += "--steps 4 --evaluate-every 3 --dropout 0.1".split()
     alone = ran(*argv)
     out = capfd.readouterr().out
-    assert "zero1 on mesh (dp=2): one process, deterministic, simulated, on cpu\n" in out
+    assert (
+        f"auto{'' if candidates else ' (zero1)'} on mesh (dp=2): one process, deterministic, simulated, on cpu\n" in out
+    )
     assert f"\ndigest    {alone['digest']}\n" in out
 
     def kill():
@@ -297,6 +309,9 @@ def test_a_run_whose_processes_are_lost_has_the_digest_of_one_that_nobody_distur
     assert "\nresumed   after step " in capfd.readouterr().out
     on_one = ran(*argv, "--checkpoints", str(tmp_path / "run"), "--resume")  # a checkpoint like any other
     assert (on_one["losses"], on_one["digest"]) == ([], alone["digest"])
+    choosing.as_before(tmp_path / "run", (noted := tmp_path / "run" / "chosen-layout").read_text())
+    with pytest.raises(vfn.errors.VfnError, match="was begun in another layout"):
+        choosing.as_before(tmp_path / "run", noted.read_text()[1:])
 
 
 def at_batch(monkeypatch, number, do):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,31 +18,24 @@ import torch
 import torch.distributed as dist
 
 import vescale_fn as vfn
-from vescale_fn._core.base.messages import meant
+from vescale_fn._core.base.messages import meant, report
 from vescale_fn._core.distributed import environment
-from vescale_fn.choice.search.solver import highs
+from vescale_fn.choice.agreed import digest
+from vescale_fn.choice.search.highs import highs
 from vescale_fn.plan.ir.memory_limit import limit
 
 from . import optimizers
 from .models import MODELS, laid_out, random_batch, suits
 from .parallel import ONE_DEVICE, Layout, Specs, parallel
-from .rows import rows
+from .rows import meshes, rows
 
-TEXTS = (
-    "dp",
-    "zero1",
-    "fsdp",
-    "tp",
-    "tp+sp",
-    "dp+tp",
-    "dp+tp+sp",
-    "zero1+tp",
-    "fsdp+tp",
-    "fsdp+tp+sp",
-    "dp+ep",
-    "fsdp+ep",
+TEXTS = (  # those that a model has dims for, each on the meshes that have its axes
+    *("dp", "zero1", "fsdp", "fsdp+remat", "hsdp"),
+    *("tp", "tp+sp", "dp+tp", "dp+tp+sp", "dp+tp+sp+vp", "zero1+tp", "fsdp+tp", "fsdp+tp+sp", "fsdp+tp+sp+vp"),
+    *("dp+cp", "fsdp+cp", "fsdp+cp+remat", "dp+ep", "fsdp+ep", "fsdp+ep+remat"),
 )
 CANDIDATES = 2  # of the search, which are priced beside these rows
+_USUAL, _UNTIL_DONE = 60.0, 1e6  # seconds of a search: one that time has cut off may end otherwise the next time
 GPUS = ("b200", "h100", "a100")
 
 
@@ -69,8 +63,8 @@ class FoundLayout(Layout):
     choice: Any = None
 
     def spec(self, *names: str | None, without: str | None = None) -> vfn.P:
-        """How a batch lies."""
-        return self.choice.specs[2]
+        """How a batch lies, or the first of its parts."""
+        return self.choice.specs[2][0]
 
     def specs(self, params: Any, rules: Any, mesh: Any) -> Any:
         """Where everything lies."""
@@ -78,15 +72,17 @@ class FoundLayout(Layout):
 
     def step(self) -> Callable[..., Any]:
         """The step that was chosen for, of the same arguments as the job's."""
-        step, mesh, lies = self.choice.jit(), self.choice.mesh(), self.choice.specs[3]
-        return lambda params, state, batch, key, earlier=None: step(params, state, batch, vfn.shard(key, mesh, lies))
+        step, mesh, lie = self.choice.jit(), self.choice.mesh(), self.choice.specs[2:]
+        return lambda params, state, *rest: step(params, state, *vfn.shard(rest, mesh, lie))
 
 
 def check(opt: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Check what can be said of the options before anything is started."""
     opt.layout = ONE_DEVICE
-    if opt.chosen_axes and (started := environment.world()):
-        opt.mesh = {"dp": started.size}
+    started, opt.machines = environment.world(), 1
+    if opt.chosen_axes and started:
+        whole = started.size % started.local_size == 0
+        opt.mesh, opt.machines = {"dp": started.size}, started.size // started.local_size if whole else 1
     try:
         highs()
         if opt.memory is not None:
@@ -99,7 +95,8 @@ def check(opt: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def carried_out(step: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """The step of the job as its layout was chosen, where the search has found that; else the step as it is."""
+    """The step of the job, of parts of a batch with a key for each, as its layout was chosen, where the search has found that;
+    else the step as it is."""
     return layout.step() if isinstance(layout, FoundLayout) else step
 
 
@@ -108,7 +105,8 @@ def settled(opt: argparse.Namespace, make_step: Callable[..., Any]) -> argparse.
 
     Args:
         opt: of the job.
-        make_step: the step of a loss, with an optimiser, and the specs by which it states its layout, or None.
+        make_step: the step of a loss, with an optimiser, the specs by which it states its layout, or None, and the number of
+            parts of a batch: of parameters, state, the parts, and a key for each.
     """
     if opt.parallel != "auto":
         return opt
@@ -117,16 +115,18 @@ def settled(opt: argparse.Namespace, make_step: Callable[..., Any]) -> argparse.
     def step_in(layout: Layout, specs: Specs | None) -> Callable[..., Any]:
         config = laid_out(opt.config, layout)
         loss = opt.precision.apply(lambda params, batch, key=None: model.loss(params, batch, config, key))
-        return make_step(loss, optimizer, specs)
+        return make_step(loss, optimizer, specs, opt.accumulate)
 
     key = vfn.random.key(opt.seed)
     params = vfn.eval_shape(lambda key: model.init(key, opt.config, opt.precision.params), key)
     state = vfn.eval_shape(optimizer.init, params)
-    batch = vfn.eval_shape(lambda key: random_batch(key, opt.config, opt.batch, opt.context), key)
+    part = vfn.eval_shape(lambda key: random_batch(key, opt.config, opt.batch // opt.accumulate, opt.context), key)
     shapes = _shapes(opt)
-    args = params, state, batch, key
+    args = params, state, (part,) * opt.accumulate, tuple(vfn.random.split(key, opt.accumulate))
     texts = [text for text in TEXTS if suits(opt.model, text)]
-    given = rows(step_in, args, model.NAMES, optimizer, [one for one in shapes if _divides(opt, one)], texts)
+    given = rows(
+        step_in, args, model.NAMES, optimizer, [one for one in _for_rows(opt, shapes) if _divides(opt, one)], texts
+    )
     met = vfn.make_mesh(tuple(shapes[0].values()), tuple(shapes[0]), device=opt.device)  # where the ranks agree
     hardware = _hardware(opt, met)
     choice = vfn.auto(
@@ -138,7 +138,10 @@ def settled(opt: argparse.Namespace, make_step: Callable[..., Any]) -> argparse.
         others=given,
         donate_argnums=(0, 1),
         candidates=CANDIDATES,
+        seconds=_USUAL if opt.elastic is None else _UNTIL_DONE,
     )
+    if opt.elastic is not None and opt.checkpoints:
+        as_before(Path(opt.checkpoints), digest([choice.layouts], [choice.ranked[0].name, choice.ranked[0].memory]))
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("chosen    " + repr(choice).replace("\n", "\n  "), flush=True)
     found, row = argparse.Namespace(**vars(opt)), choice.ranked[0].name
@@ -149,16 +152,35 @@ def settled(opt: argparse.Namespace, make_step: Callable[..., Any]) -> argparse.
     return found
 
 
+def as_before(folder: Path, chosen: str) -> None:
+    """Raise where a run that is to go on with the same bits was begun in another layout; note in which it is begun."""
+    noted = folder / "chosen-layout"
+    if not noted.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        own = folder / f".chosen-layout-{os.getpid()}"
+        own.write_text(chosen)
+        own.replace(noted)  # all ranks write the same
+    elif noted.read_text() != chosen:
+        what = f"the run in {folder} was begun in another layout: other options, or another release, choose another one now"
+        raise vfn.errors.VfnError(report("--parallel auto --elastic", what, fix="another folder, or without --elastic"))
+
+
 def _shapes(opt: argparse.Namespace) -> list[dict[str, int]]:
     """The meshes to choose from."""
     if not opt.chosen_axes:
         return [dict(opt.mesh)]
-    ranks = math.prod(opt.mesh.values())
-    return vfn.mesh_shapes(ranks)
+    return vfn.mesh_shapes(math.prod(opt.mesh.values()), opt.machines)
+
+
+def _for_rows(opt: argparse.Namespace, shapes: list[dict[str, int]]) -> list[dict[str, int]]:
+    """The same, and those with axes that only rows of the table can use: of sequences, experts and replicas."""
+    more = meshes(math.prod(opt.mesh.values()), opt.machines) if opt.chosen_axes else []
+    return shapes + [one for one in more if one not in shapes]
 
 
 def _divides(opt: argparse.Namespace, mesh: dict[str, int]) -> bool:
-    return opt.heads % mesh.get("tp", 1) == 0
+    whole = ("tp", opt.heads), ("cp", opt.context), ("ep", getattr(opt.config, "experts", 1))
+    return not any(size % mesh.get(axis, 1) for axis, size in whole)
 
 
 def _hardware(opt: argparse.Namespace, mesh: Any) -> Any:

@@ -28,9 +28,9 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if RANKS in options.mesh:
             parser.error(f"--mesh {options.mesh[RANKS]} names no axes: dp={options.mesh[RANKS]}, or --parallel auto")
         return
-    for name, usual in (("accumulate", 1), ("elastic", None)):
-        if getattr(options, name) != usual:
-            parser.error(f"--parallel auto chooses a layout for whole steps of ranks that stay: not with --{name}")
+    if options.elastic is not None and options.hardware == "measured":
+        what = "--elastic begins again with the same bits, and so in the same layout"
+        parser.error(f"{what}: not with --hardware measured, which differs each time")
     if options.mesh is None or RANKS in options.mesh:
         count = (options.mesh or {}).get(RANKS) or options.deterministic or 4
         options.mesh, options.chosen_axes = {"dp": count}, True

@@ -84,6 +84,18 @@ def make_step(loss: Loss, optimizer: vfn.optim.Optimizer, specs: Any = None, par
     return add, step
 
 
+def part_by_part(add: Callable[..., Any], last: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of a whole batch: of parameters, state, the parts of the batch, and a key for each; what `make_step` gives."""
+
+    def step(params: Any, state: Any, parts: Sequence[torch.Tensor], keys: Sequence[vfn.random.Key]) -> Any:
+        earlier = None
+        for part, key in zip(parts[:-1], keys):
+            earlier = add(params, part, key, earlier, scale_of(state))
+        return last(params, state, parts[-1], keys[-1], earlier)
+
+    return step
+
+
 def scaled(loss: Loss) -> Loss:
     """A loss, multiplied by a scale if it is given one: within, so that the gradients of each part of a batch are."""
 
@@ -108,20 +120,17 @@ def stepping(
     specs: Any = None,
 ) -> Callable[[Run], tuple[Run, float]]:
     """One step of training: from a run, where its parameters lie and `place` puts batches, to the next, and the loss."""
-    add, step = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
-    add, step = vfn.jit(add, donate_argnums=3), vfn.jit(step, donate_argnums=(0, 1, 4))
+    add, last = make_step(loss, optimizers.of(opt), specs, opt.accumulate)
+    step = part_by_part(vfn.jit(add, donate_argnums=3), vfn.jit(last, donate_argnums=(0, 1, 4)))
     step = choosing.carried_out(step, opt.layout) if specs else step  # mesh: start
     batch_key, dropout_key = keys
 
     def taken(at: Run) -> tuple[Run, float]:
         windows = data.random_batch(vfn.random.fold_in(batch_key, at.done), text, opt.batch, opt.context)
-        *parts, last = (place(part) for part in windows.chunk(opt.accumulate))
-        *part_keys, key = vfn.random.split(vfn.random.fold_in(dropout_key, at.done), opt.accumulate)
+        parts = tuple(map(place, windows.chunk(opt.accumulate)))
+        part_keys = tuple(vfn.random.split(vfn.random.fold_in(dropout_key, at.done), opt.accumulate))
         with torch.profiler.record_function(f"step {at.done + 1}"):
-            earlier = None
-            for part, part_key in zip(parts, part_keys):
-                earlier = add(at.params, part, part_key, earlier, scale_of(at.state))
-            params, state, value = step(at.params, at.state, last, key, earlier)
+            params, state, value = step(at.params, at.state, parts, part_keys)
         return at._replace(done=at.done + 1, params=params, state=state), value.item()
 
     return taken
@@ -161,7 +170,7 @@ class TrainingJob:
 
     def __init__(self, opt: argparse.Namespace) -> None:
         self.began, self.first, ranks, specs = time.perf_counter(), True, 1, None
-        opt = choosing.settled(opt, lambda *of: make_step(scaled(of[0]), *of[1:])[1])  # mesh: start
+        opt = choosing.settled(opt, lambda *of: part_by_part(*make_step(scaled(of[0]), *of[1:])))  # mesh: start
         self.opt = opt
         mesh = vfn.make_mesh(tuple(opt.mesh.values()), tuple(opt.mesh), device=opt.device)  # mesh
         self.first = not dist.is_initialized() or dist.get_rank() == 0  # mesh
