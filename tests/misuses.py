@@ -2570,6 +2570,26 @@ def a_price_of_a_step_that_reads_values(mesh):
 
 
 @misuse
+def a_price_of_a_step_that_raises(mesh):
+    """TransformError
+    price: <lambda> cannot be recorded
+      * recording it raised KeyError: 'lr'
+      Instead: torch.where for `if`, tensors for numbers; what cannot be recorded, outside of the step
+    """
+    vfn.price(lambda x: x * {}["lr"], SHAPE, mesh={"dp": 4})
+
+
+@misuse
+def a_layout_of_a_step_whose_branch_depends_on_an_argument(mesh):
+    """TransformError
+    auto: <lambda> cannot be recorded
+      * a truth value of arguments is read in Python, and of them only shapes are known, at misuses.py: `vfn.auto(lambda x, n: x if n > 2 else -x, X, torch.tensor(3), mesh={"dp": 4})`
+      Instead: torch.where for `if`, tensors for numbers; what cannot be recorded, outside of the step
+    """
+    vfn.auto(lambda x, n: x if n > 2 else -x, X, torch.tensor(3), mesh={"dp": 4})
+
+
+@misuse
 def a_price_on_hardware_that_nobody_knows(mesh):
     """HardwareError
     price: hardware='h10' is none that is known; did you mean 'h100'?

@@ -92,6 +92,8 @@ def test_any_dtype(m, dtype: torch.dtype) -> None:
         a = vfn.with_sharding(vfn.shard(x, m, s), t)
         assert a.dtype == dtype
         assert same_bits(vfn.unshard(a), x)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        assert same_bits(vfn.unshard(a.to(wide).to(dtype)), x)
         assert repr(a).startswith("Array ")
 
 

@@ -186,6 +186,7 @@ def together(names):
     for call in (
         lambda: ask(fixed=P("pp") if rank == 1 else None),
         lambda: ask(interrupted),
+        lambda: ask(lambda p, x: pair(p, x) if rank else pair(p, x * 2)),
         lambda: ask(on={"dp": 2, "tp": 2}, fixed=None if rank else other).mesh(),
     ):
         try:
@@ -206,6 +207,7 @@ def test_processes_choose_the_same_or_all_of_them_learn_why_not(gloo) -> None:
             if rank == 1
             else elsewhere.format("pair", 1),
             "KeyboardInterrupt: " if rank == 2 else elsewhere.format("interrupted", 2),
+            "DivergenceError: auto: ranks 0 and 1 have recorded different calls of <lambda>, or were given other shapes",
             parted,
         ]
         assert not faults

@@ -84,6 +84,8 @@ def test_the_smallest_form() -> None:
     assert merge([(4, ()), (1, ()), (6, ("b",))], axes) == Merged([(4, ()), (6, ("b",))])
     assert merge([(4, ("b",)), (1, ("a",))], axes) == Merged([(1, ("a",)), (4, ("b",))])
     assert merge([(1, ("b",)), (1, ("a",))], axes) == ("b", "a")
+    assert P.merged((4, None), (1, "a"), (1, "b")) == P.merged((1, ("a", "b")), (4, None))
+    assert P(P.merged((1, "a"), (1, "b"))) == P(("a", "b"))
     assert common([8, 4], [2, 16]) == (2, 4, 4)
     assert common([6, 4], [8, 3]) is None
     assert P(P.merged((4, "a"), (3, "b"))) != P(("a", "b"))

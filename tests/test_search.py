@@ -464,6 +464,14 @@ def test_an_interrupt_ends_the_solver_and_so_does_time() -> None:
         choices.solve(Deadline(0))
 
 
+def test_a_result_is_cut_into_the_parts_of_the_input_that_it_replaces() -> None:
+    for step in (lambda x: (torch.ones(16, 6), x.unflatten(0, (2, 8)).sum(0)), lambda x: x[:8].repeat(2, 1)):
+        recording = record(step, shape(16, 6))
+        assert replaced(recording) == {0: 0}
+        (found,) = search(recording, {"tp": 2}, vfn.hardware.h100(), candidates=1)
+        assert found.layouts.outputs[0] == found.layouts.inputs[0]
+
+
 def test_what_is_found_computes_what_one_device_does() -> None:
     def step(params, x):
         def loss(params):

@@ -16,6 +16,9 @@ from .._core.distributed.abstract_mesh import AbstractMesh
 from .._core.distributed.mesh import Mesh, communicator_of
 from .._core.distributed.places import whole_mesh
 from .._core.distributed.ranks import talks_to_nobody
+from .._core.sharding.layout import WHOLE, type_text
+from ..plan.ir.graph import value
+from .recording import Recording
 from .scheduled import Scheduled, chosen_of, scheduled
 from .search.layouts import Layouts
 from .verified import Verified, priced_as
@@ -49,6 +52,7 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
 
     Raises:
         RecordError: on the other ranks, where it raised on some.
+        DivergenceError: the ranks have recorded other calls, or were given other shapes.
     """
     if mesh is None:
         return choose()
@@ -60,20 +64,45 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
     raised = "" if failure is None else str(failure) or type(failure).__name__
     rows, parts = ([], None) if found is None else (found.ranked, found.microbatches)
     said = digest([one.layouts for one in rows], [(one.memory, _as_written(found, one)) for one in rows])
-    told = _told(mesh, (raised, (said, parts)))
+    told = _told(mesh, (raised, {} if found is None else _recorded(found), (said, parts)))
     if failure is not None:
         raise failure
     assert found is not None
-    for rank, (theirs, _) in enumerate(told):
+    for rank, (theirs, *_) in enumerate(told):
         if theirs:
             what = f"choosing a layout of {name} raised on rank {rank}, and not here"
             raise RecordError(report("auto", what, [theirs.splitlines()[0]]), follows=True)
-    if len({one for _, one in told}) == 1:
+    _same_steps([steps for _, steps, _ in told], name)
+    if len({one for *_, one in told}) == 1:
         return found
     mine = [(one.name, one.layouts, one.memory, _as_written(found, one)) for one in rows]
     first, count = _told(mesh, (mine, found.microbatches))[0]
     found = next((one for one in (found, *found.in_other_parts) if one.microbatches == count), found)
     return found.of([_like(found, *one) for one in first])
+
+
+def _recorded(found: Any) -> dict[int | None, str]:
+    """Of each number of parts a digest of what was recorded: what the arguments are, and which calls there are."""
+    digests = dict[int | None, str]()
+    for one in (found, *found.in_other_parts):
+        nodes = one.recorded.graph.nodes
+        inputs = [(node.name, type_text(x.shape, x.dtype, WHOLE)) for node, x in _tensors(one.recorded)]
+        said = inputs, [(node.name, str(node.target)) for node in nodes if node.op == "call_function"]
+        digests[one.microbatches] = hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
+    return digests
+
+
+def _same_steps(told: Sequence[dict[int | None, str]], name: str) -> None:
+    """Raise on all ranks where one has recorded something else than the first: a layout would not be of its calls."""
+    for rank, theirs in enumerate(told):
+        if any(theirs.get(count, step) != step for count, step in told[0].items()):
+            what = f"ranks 0 and {rank} have recorded different calls of {name}, or were given other shapes"
+            raise DivergenceError(report("auto", what, fix="the same step and the same global shapes on all ranks"))
+
+
+def _tensors(recorded: Recording) -> list[tuple[Any, torch.Tensor]]:
+    found = [(node, value(node)) for node in recorded.placeholders]
+    return [(node, x) for node, x in found if isinstance(x, torch.Tensor)]
 
 
 def check(mesh: Any, layouts: Layouts, name: str) -> None:

@@ -336,6 +336,7 @@ class Jitted(Generic[Q, R]):
             return self._run(plan, call)
         with interrupts.undone(), _uncollected():
             plan, reason = self._made(call)
+        call.raised = None
         if plan is not None:
             # whatever its first replay raises, on this rank alone perhaps: the others do not record again
             self._remember(call, plan)
@@ -361,7 +362,8 @@ class Jitted(Generic[Q, R]):
             with interrupts.undone(), _uncollected():
                 plan, reason = self._made(call)
             if plan is None:
-                raise TransformError(report(where, f"{self._name} cannot be recorded", [reason], instead))
+                cause, call.raised = call.raised, None
+                raise TransformError(report(where, f"{self._name} cannot be recorded", [reason], instead)) from cause
             self._remember(call, plan)
         lowered = plan.lowered(self._name)
         key, captured = key_of(call, self._how, self._passes), self._captured(call)
@@ -493,7 +495,7 @@ class Jitted(Generic[Q, R]):
         except VfnError as error:
             return _Tried(graph=earlier.graph, failure=error)
         except Exception as error:  # perhaps of the function itself: it is to show it
-            raised = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            call.raised, raised = error, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return _Tried(graph=earlier.graph, reason=f"recording it raised {raised}", raised=raised)
         call.guards = recorded.guards
         return _Tried(recorded, plan, recorded.graph)

@@ -71,6 +71,7 @@ class JitCall:
         leaves, treedef: of the arguments, without the static ones.
         key: equal for calls that one plan serves, or several with guards.
         guards: of the plan that was recorded for this call.
+        raised: what recording it raised, perhaps an error of the function itself, until somebody shows it.
         watched: the processes that are to run it as in debug mode, as they run it as written.
         found: whether nobody has written it: it is an iteration of a loop.
     """
@@ -78,6 +79,7 @@ class JitCall:
     key: PlanKey
     found = False
     guards: Sequence[Guard] = ()
+    raised: Exception | None = None
     watched: tuple[int, ...] = ()
     _names: list[str] | None = None
     _static: tuple[int, ...] = ()

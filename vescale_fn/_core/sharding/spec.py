@@ -107,7 +107,10 @@ class P(tuple[Any, ...]):
         >>> vfn.shard_shape((24,), {"dp": 2, "tp": 3}, spec)
         (4,)
         """
-        return Merged([(size, split_axes(P(entry), 1)[0]) for size, entry in parts])
+        rows = [(size, split_axes(P(entry), 1)[0]) for size, entry in parts]
+        alone = tuple(name for size, names in rows if size == 1 for name in names)  # whose place does not matter
+        rows = [(1, alone)] * bool(alone) + [row for row in rows if row[0] != 1]
+        return Merged(rows) if len(rows) > 1 else (rows[0][1] if rows else None)
 
 
 @saved_as("vescale_fn.spec")

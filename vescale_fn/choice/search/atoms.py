@@ -21,10 +21,10 @@ class Atoms:
 
     Args:
         sites: one for each class.
-        links: which result is which operand: (class, result, class, operand).
+        links: which slots are of one value: a result and an operand, or a result and the input that it replaces.
     """
 
-    def __init__(self, sites: Sequence[Described], links: Iterable[tuple[int, int, int, int]]) -> None:
+    def __init__(self, sites: Sequence[Described], links: Iterable[tuple[Slot, Slot]]) -> None:
         self._up: dict[Element, Element] = {}
         self._cuts: dict[Element, set[int]] = {}
         self._sizes: dict[Element, int] = {}
@@ -37,11 +37,11 @@ class Atoms:
                 for d, size in enumerate(shape):
                     self._add(((n, "in", i), d), size)
             self._rule(n, site, nested)
-        for a, out, b, i in links:
+        for a, b in links:
             for d in itertools.count():
-                if ((a, "out", out), d) not in self._up or ((b, "in", i), d) not in self._up:
+                if (a, d) not in self._up or (b, d) not in self._up:
                     break
-                self._join(((a, "out", out), d), ((b, "in", i), d))
+                self._join((a, d), (b, d))
         self._spread(nested)
         self._found = {x: _nested(self._cuts[x], self._sizes[x]) for x in self._up if self._root(x) == x}
 

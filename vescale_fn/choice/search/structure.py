@@ -126,7 +126,7 @@ class _Read:
         self.by_node = {x.node: x for x in self.calls}
         self.place = {x.node: i for i, x in enumerate(self.calls)}
         self._classes(recording.paths)
-        self._dims()
+        self._dims(recording.results, ties)
         self.moments: dict[tuple[Any, int], tuple[list[int], list[int]]] = {}  # of reads: early ones, late ones
         self.turn = self._turn(recording, ties)
         found = self._readers(recording, ties)
@@ -164,9 +164,11 @@ class _Read:
             self.counts[n] += 1
             self.colour[x.node] = n
 
-    def _dims(self) -> None:
+    def _dims(self, results: Sequence[Any], ties: Mapping[int, int]) -> None:
         colour = self.colour
-        links = {(colour[y], part, colour[x.node], i) for x in self.calls for i, (y, part) in enumerate(x.operands)}
+        out = lambda node, part: (colour[node], "out", part)
+        links = {(out(*y), (colour[x.node], "in", i)) for x in self.calls for i, y in enumerate(x.operands)}
+        links |= {(out(*source(results[r])), out(self.inputs[i], 0)) for r, i in ties.items()}
         self.atoms = Atoms(self.reps, sorted(links))
         self.dims = {n: dims_of(n, rep, self.atoms) for n, rep in enumerate(self.reps)}
         self.through, self.number = dict[int, tuple[int, ...]](), dict[int, int]()

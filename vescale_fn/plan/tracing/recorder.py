@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..._core import torch_internals
 from ..._core.arrays.array import Array
 from ..._core.base import context, op_arguments, source_lines, state, tables
-from ..._core.base.errors import InPlaceError
+from ..._core.base.errors import InPlaceError, NoValueError
 from ..._core.base.messages import op_text, report
 from ..._core.base.stateful_draws import is_seeded, refuse_seeded
 from ..._core.distributed import blocks
@@ -798,8 +798,12 @@ class Recorder(torch_internals.TorchDispatchMode):
             if len(self.guards) == READS:
                 raise Unrecordable(f"more than {READS} truth values are read in Python", self._line()[0] or "?")
             guard = Guard(node, {x._plan_node: c for c in self.constants for x in (self.frame.known[id(c)],)})  # type: ignore
-            with torch_internals.unrecorded():
-                guard.value = self._answers[node] = guard(inputs)
+            try:
+                with torch_internals.unrecorded():
+                    guard.value = self._answers[node] = guard(inputs)
+            except NoValueError:  # of inputs that are shapes alone
+                what = "a truth value of arguments is read in Python, and of them only shapes are known"
+                raise Unrecordable(what, self._line()[0] or "?") from None
             self.guards.append(guard)
         return self._answers[node]
 

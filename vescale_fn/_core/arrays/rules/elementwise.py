@@ -43,11 +43,15 @@ def exact(call: Call) -> bool:
     out = call.dtypes[0]
     assert out is not None
     if out.is_floating_point or out.is_complex:
-        return all(
-            torch.promote_types(t.dtype, out) is out and (t.dtype.is_floating_point or t.dtype.is_complex)
-            for t in call.tensors
-        )
+        return all(_as_wide(t.dtype, out) for t in call.tensors)
     return out is not torch.bool and all(t.dtype is out for t in call.tensors)
+
+
+def _as_wide(dtype: torch.dtype, out: torch.dtype) -> bool:
+    """Whether sums of numbers of a dtype lose nothing in another one: torch promotes none of 8 bits, and adds none up."""
+    if min(dtype.itemsize, out.itemsize) == 1:
+        return False
+    return torch.promote_types(dtype, out) is out and (dtype.is_floating_point or dtype.is_complex)
 
 
 def elementwise_lists(call: Call) -> Rule | None:
