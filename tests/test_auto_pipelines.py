@@ -67,6 +67,11 @@ def test_a_chosen_pipeline_runs_as_one_device():
     assert "ranks of stages, 4 microbatches, 1f1b" in repr(choice)
     with pytest.raises(vfn.errors.MeshError):
         choice.jit()(*arguments())
+    assert "whole on the ranks of its stages" in repr(choice)
+    why = choice.explain("layers.0.up")
+    assert "  at pp=0, of stage 0\n" in why
+    assert ("of the whole step, were it without stages" in why) == ("dp" in choice.layouts.mesh)
+    assert "instead of P(at" not in repr(choice)
     given = vfn.auto(
         stepped(schedule="auto"), *arguments(), mesh={"pp": 4}, hardware="cpu", candidates=1, others={"whole": P()}
     )

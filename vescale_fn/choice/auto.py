@@ -127,7 +127,7 @@ def _chosen(
     budget = budgeted(memory, found)
     with context.setting(pipelines=(notes := PipelineNotes())):
         recorded = record(step, *args)
-    meshes, piped = parted(step, notes, meshes)
+    meshes, piped = parted(step, args, notes, meshes)
     free = [(on, given_specs(recorded, fixed, on)) for on in meshes]
     usable = {on: specs for on, (specs, wrong) in free if not wrong}
     if free and not usable:
@@ -143,10 +143,30 @@ def _chosen(
     def again(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
         return search(recorded, on, found, budget, {**stays, **more}, 1, seconds=seconds)[0]
 
-    staged = piped is not None and ranked[0].layouts.mesh in list(map(axes_of, piped.meshes))
-    choice = ChosenLayout(recorded, ranked, found, budget, None if staged else again, donate)
+    looks = _beside_stages(again, piped, recorded, fixed, found, budget, seconds)
+    choice = ChosenLayout(recorded, ranked, found, budget, looks, donate)
     choice.left_out = _not_priced(left_out, ranked)
     return choice
+
+
+def _beside_stages(
+    again: Callable[[Mapping[str, int], Mapping[int, P]], Any],
+    piped: PipedStep | None,
+    recorded: Recording,
+    fixed: Any,
+    hardware: Hardware,
+    memory: float,
+    seconds: float,
+) -> Callable[[Mapping[str, int], Mapping[int, P]], Any]:
+    """What searches once more, also on meshes on which the step runs in stages."""
+
+    def looks(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
+        if piped is None or dict(on) not in [dict(axes_of(one)) for one in piped.meshes]:
+            return again(on, more)
+        by_leaf = {at: more[n] for n, at in enumerate(recorded.leaves) if at is not None and n in more}
+        return piped.again(on, fixed, by_leaf, hardware, memory, seconds)
+
+    return looks
 
 
 def _not_priced(left_out: Sequence[str], ranked: Sequence[Verified]) -> tuple[str, ...]:
@@ -167,7 +187,7 @@ def _with_stages(
     """The layouts that are given, with those in which the step runs in stages; `seconds`: None where nothing is searched."""
     if piped is None:
         return others
-    rows = {} if seconds is None else piped.rows(args, fixed, hardware, memory, seconds)
+    rows = {} if seconds is None else piped.rows(fixed, hardware, memory, seconds)
     return {**(with_own_mesh(others) if piped.alone else others), **piped.given(others, args), **rows}
 
 

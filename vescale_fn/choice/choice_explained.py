@@ -50,7 +50,8 @@ def explained(recorded: Recording, layouts: Layouts, price: Price, again: Again 
     if re.search(r":\d+$", what):
         return "\n".join(_of_line(recorded, layouts, price, what))
     kinds = _found(recorded, what)
-    return "\n\n".join("\n".join(_of_inputs(recorded, layouts, again, same)) for same in kinds)
+    staged = [one for one in price.ranks[0].at if one in layouts.mesh] if price.stages else []
+    return "\n\n".join("\n".join(_of_inputs(recorded, layouts, price, staged, again, same)) for same in kinds)
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------------
@@ -94,9 +95,12 @@ def _paths(recorded: Recording) -> dict[int, tuple[str, str]]:
     }
 
 
-def _of_inputs(recorded: Recording, layouts: Layouts, again: Again | None, same: Sequence[int]) -> Iterator[str]:
-    """What arguments that are alike could be split by, and what it would cost."""
-    axes, first = dict(layouts.mesh), same[0]
+def _of_inputs(
+    recorded: Recording, layouts: Layouts, price: Price, staged: Sequence[str], again: Again | None, same: Sequence[int]
+) -> Iterator[str]:
+    """What arguments that are alike could be split by, and what it would cost; `staged`: the axes along which stages run."""
+    mesh, first = dict(layouts.mesh), same[0]
+    axes = {name: size for name, size in mesh.items() if name not in staged}
     x, chosen = value(recorded.placeholders[first]), P(*(layouts.inputs[first] or ()))
     name, path = _paths(recorded)[first]
     more = f" and {len(same) - 1} more like it" if len(same) > 1 else ""
@@ -104,6 +108,8 @@ def _of_inputs(recorded: Recording, layouts: Layouts, again: Again | None, same:
     yield f"{path or name}{more}: {type_text(x.shape, x.dtype, WHOLE)}, chosen {chosen!r}, {bytes_text(size)} a rank"
     lines = {user.meta.get("line") or "?": None for n in same for user in recorded.placeholders[n].users}
     yield from (f"  used at {place(line)}" for line in list(lines)[:_LINES])
+    for axis in staged:
+        yield f"  {_places(recorded, layouts, price, axis, same)}"
     if again is None:
         yield "  what else it could be is not known of a layout without its search"
         return
@@ -111,11 +117,13 @@ def _of_inputs(recorded: Recording, layouts: Layouts, again: Again | None, same:
     if not ways:
         yield "  it has no dim that an axis divides: there is no other way"
         return
-    base = again(axes, dict.fromkeys(same, chosen))
+    if staged:
+        yield "  of the whole step, were it without stages:"
+    base = again(mesh, dict.fromkeys(same, chosen))
     rows, failures = list[tuple[float, list[str]]](), list[str]()
     for spec in ways:
         try:
-            other = again(axes, dict.fromkeys(same, spec))
+            other = again(mesh, dict.fromkeys(same, spec))
         except NothingFits as error:
             failures.append(f"  {spec!r} does not fit: {_last_line(error)}")
             continue
@@ -130,6 +138,21 @@ def _of_inputs(recorded: Recording, layouts: Layouts, again: Again | None, same:
         head = ["instead", "a step", "computing", "communication", "memory"]
         yield from columns(head, [row for _, row in sorted(rows, key=lambda one: one[0])], left=1)
     yield from failures
+
+
+def _places(recorded: Recording, layouts: Layouts, price: Price, axis: str, same: Sequence[int]) -> str:
+    """At which stages arguments are."""
+    runs = {rank: [one.stage for one in price.stages if one.rank == rank] for rank in range(layouts.mesh[axis])}
+    found: dict[tuple[int, ...], list[int]] = {}
+    for n in same:
+        spec = layouts.inputs[n]
+        found.setdefault(() if spec is None else dict(spec.at).get(axis, ()), []).append(n)
+    texts = list[str]()
+    for at, those in found.items():
+        stages = ", ".join(str(stage) for rank in at for stage in runs[rank])
+        where = f"at {axis}={','.join(map(str, at))}, of stage {stages}" if at else f"on all ranks along {axis}"
+        texts.append(where if len(found) == 1 else f"{len(those)} {where}")
+    return "; ".join(texts)
 
 
 def _last_line(error: Exception) -> str:

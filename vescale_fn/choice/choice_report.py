@@ -121,9 +121,10 @@ def _arguments(recorded: Recording, layouts: Layouts) -> Iterator[str]:
         if paths == [""]:
             rows.append((name, f"{specs!r}{_made_of(recorded, layouts, name, specs)}"))
             continue
-        tensors = {path: spec for path, x, spec in zip(paths, leaves, tree.leaves(specs)) if _counts(x)}
+        lies = {path: spec for path, x, spec in zip(paths, leaves, tree.leaves(specs)) if _counts(x)}
+        tensors, placed = {path: P(*spec) for path, spec in lies.items()}, any(spec.at for spec in lies.values())
         if not any(tuple(spec) for spec in tensors.values()):
-            rows.append((name, "whole on each rank"))
+            rows.append((name, "whole on the ranks of its stages" if placed else "whole on each rank"))
             continue
         rules = [(repr(pattern), repr(spec)) for pattern, spec in rules_of(tensors)]
         same = next((other for said, other in earlier.items() if said == tuple(map(str, rules))), None)
@@ -133,6 +134,7 @@ def _arguments(recorded: Recording, layouts: Layouts) -> Iterator[str]:
         earlier[tuple(map(str, rules))] = name
         width = max((len(pattern) for pattern, _ in rules), default=0)
         rows += [(name if n == 0 else "", f"{one:<{width}}  {spec}") for n, (one, spec) in enumerate(rules)]
+        rows += [("", "each on the ranks of its stages alone")] * placed
     width = max((len(name) for name, _ in rows), default=0)
     yield from (f"  {name:<{width}}  {text}" for name, text in rows)
 
@@ -237,6 +239,9 @@ def differences(recorded: Recording, best: Layouts, other: Layouts) -> Iterator[
     kinds: dict[tuple[str, P | None, P | None], list[str]] = {}
     of_leaf, first = leaf_names(recorded), next(iter(argument_names(recorded)), "")
     for at, mine, spec in zip(recorded.leaves, best.inputs, other.inputs):
+        mine, spec = (
+            None if one is None else P(*one) for one in (mine, spec)
+        )  # the places of stages follow from their cuts
         if at is not None and mine != spec:
             argument, path = of_leaf[at]
             kind = ".".join(part or "*" for part in kind_of(path)) if path else ""

@@ -7,6 +7,7 @@ ranks whose stages use it, and what is updated with it goes along. What comes of
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from .recording import Recording, record
 from .scheduled import Scheduled, known, scheduled, worth_pricing
 from .search.best import NothingFits
 from .search.layouts import Layouts
-from .search.search import replaced
+from .search.search import replaced, search
 from .search.shapes import searched
 from .verified import specs_of
 
@@ -98,29 +99,55 @@ class PipedStep:
         call: of the pipeline in it.
         meshes: that have the axis.
         alone: whether there are no others.
+        args: of the step.
     """
 
     step: Callable[..., Any]
     call: PipelineCall
     meshes: Sequence[AbstractMesh]
     alone: bool
+    args: tuple[Any, ...]
+
+    @functools.cached_property
+    def once(self) -> Recording:
+        """The step as for one device, its batch in one part: the parts are no layouts of their own."""
+        with context.setting(pipelines=PipelineNotes(1)):
+            return record(self.step, *self.args)
+
+    def again(
+        self,
+        mesh: Mapping[str, int],
+        fixed: Any,
+        given: Mapping[int, P],
+        hardware: Hardware,
+        memory: float,
+        seconds: float,
+    ) -> Any:
+        """What a search finds for the step without stages, on a mesh's other axes, where leaves of its arguments lie so.
+
+        Raises:
+            NothingFits: in the memory of all stages.
+        """
+        axes = dict(mesh)
+        stages = axes.pop(self.call.pipeline.axis)
+        number = {leaf: i for i, leaf in enumerate(self.once.leaves) if leaf is not None}
+        stays, _ = given_specs(self.once, fixed, abstract_mesh(tuple(axes.values()), tuple(axes)))
+        lies = {**stays, **{number[leaf]: spec for leaf, spec in given.items() if leaf in number}}
+        return search(self.once, axes, hardware, memory * stages, lies, 1, seconds=seconds)[0]
 
     def rows(
-        self, args: tuple[Any, ...], fixed: Any, hardware: Hardware, memory: float, seconds: float
+        self, fixed: Any, hardware: Hardware, memory: float, seconds: float
     ) -> dict[str, tuple[Callable[..., Any], Any, AbstractMesh]]:
         """Layouts to price, by name: the step, specs of its arguments, a mesh.
 
         Args:
-            args: of the step.
             fixed, seconds: as of `auto`.
             memory: that a rank may need; each has the values of some of the stages.
 
         Raises:
             SpecError, TransformError: there is no mesh on which what is fixed fits, and on which it has the stages.
         """
-        with context.setting(pipelines=PipelineNotes(1)):  # of which the parts are no layouts of their own
-            once = record(self.step, *args)
-        found, failures = dict[str, Any](), list[VfnError]()
+        once, found, failures = self.once, dict[str, Any](), list[VfnError]()
         axis, too_many = self.call.pipeline.axis, math.inf
         for mesh in sorted(self.meshes, key=lambda mesh: axes_of(mesh)[axis]):
             if axes_of(mesh)[axis] >= too_many:
@@ -297,13 +324,13 @@ def _bytes_of(node: fx.Node, spec: P | None, axes: Mapping[str, int]) -> int:
 
 
 def parted(
-    step: Callable[..., Any], notes: PipelineNotes, meshes: Sequence[AbstractMesh]
+    step: Callable[..., Any], args: tuple[Any, ...], notes: PipelineNotes, meshes: Sequence[AbstractMesh]
 ) -> tuple[list[AbstractMesh], PipedStep | None]:
     """The meshes on which a step has no stages; and its pipeline with those that have its axis."""
     for call in notes.calls:
         if own := [mesh for mesh in meshes if call.pipeline.axis in axes_of(mesh)]:
             rest = [mesh for mesh in meshes if mesh not in own]
-            return rest, PipedStep(step, call, own, not rest)
+            return rest, PipedStep(step, call, own, not rest, args)
     return list(meshes), None
 
 
