@@ -49,7 +49,13 @@ def step(w, x, lr):
 
 
 W, X = torch.randn(6, 4, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
-RECORDED = record(step, W, X, 0.5)
+
+
+@functools.cache
+def recorded():  # not while tests are collected: on CUDA builds of torch no process is forked after a backward pass
+    return record(step, W, X, 0.5)
+
+
 LAYOUTS = Layouts(
     AXES,
     (P(None, "tp"), P("dp"), None),
@@ -88,7 +94,7 @@ def shard(x, spec):
 
 def test_a_plan_of_a_layout_replays_with_other_values_and_may_use_its_arguments_up():
     with vfn.simulate(4), vfn.use_mesh(vfn.make_mesh((2, 2), tuple(AXES))):
-        chosen = applied(RECORDED, LAYOUTS)
+        chosen = applied(recorded(), LAYOUTS)
         fast = vfn.jit(chosen, donate_argnums=0)
         w, x = shard(W, P(None, "tp")), shard(X, P("dp"))
         with vfn.comm_log() as log:
@@ -115,42 +121,42 @@ def other_layout(**changes):
 
 
 REFUSED = {
-    "another shape": (lambda: applied(RECORDED, LAYOUTS)(W, X[:4], 0.5), "x was f64[8,6] and is f64[4,6]"),
-    "another dtype": (lambda: applied(RECORDED, LAYOUTS)(W.float(), X, 0.5), "w was f64[6,4] and is f32[6,4]"),
-    "another tree": (lambda: applied(RECORDED, LAYOUTS)([W], X, 0.5), "the arguments' trees differ"),
-    "a float of another kind": (lambda: applied(RECORDED, LAYOUTS)(W, X, -0.5), "lr was float and is float"),
+    "another shape": (lambda: applied(recorded(), LAYOUTS)(W, X[:4], 0.5), "x was f64[8,6] and is f64[4,6]"),
+    "another dtype": (lambda: applied(recorded(), LAYOUTS)(W.float(), X, 0.5), "w was f64[6,4] and is f32[6,4]"),
+    "another tree": (lambda: applied(recorded(), LAYOUTS)([W], X, 0.5), "the arguments' trees differ"),
+    "a float of another kind": (lambda: applied(recorded(), LAYOUTS)(W, X, -0.5), "lr was float and is float"),
     "lies otherwise": (
-        lambda: applied(RECORDED, LAYOUTS)(shard(W, P("dp")), X, 0.5),
+        lambda: applied(recorded(), LAYOUTS)(shard(W, P("dp")), X, 0.5),
         "w is f64[6@dp,4] on the mesh (dp=2, tp=2), the layout says P(None, 'tp')",
     ),
     "a gradient through it": (
-        lambda: vfn.grad(lambda w: applied(RECORDED, LAYOUTS)(w, X, 0.5)[0])(shard(W, P(None, "tp"))),
+        lambda: vfn.grad(lambda w: applied(recorded(), LAYOUTS)(w, X, 0.5)[0])(shard(W, P(None, "tp"))),
         "arguments require gradients, which a recorded step does not follow",
     ),
     "a map over it": (
-        lambda: vfn.vmap(lambda w: applied(RECORDED, LAYOUTS)(w, X, 0.5)[0])(W[None]),
+        lambda: vfn.vmap(lambda w: applied(recorded(), LAYOUTS)(w, X, 0.5)[0])(W[None]),
         "a chosen layout is of a whole step: it runs under no transform",
     ),
-    "an axis twice": (lambda: applied(RECORDED, other_layout())(W, X, 0.5), "mm_default: P('tp', 'tp')"),
+    "an axis twice": (lambda: applied(recorded(), other_layout())(W, X, 0.5), "mm_default: P('tp', 'tp')"),
     "dims that go together": (
         lambda: applied(
-            RECORDED, other_layout(calls={"mm_default": CallLayout((P(None, "dp"), P("tp")), (P(unreduced={"tp"}),))})
+            recorded(), other_layout(calls={"mm_default": CallLayout((P(None, "dp"), P("tp")), (P(unreduced={"tp"}),))})
         )(W, X, 0.5),
         "mm_default: mm(f64[8,6@dp], f64[6@tp,4]) -> f64[8,4]{U:tp}: dims that it goes through together are split as",
     ),
     "not linear": (
         lambda: applied(
-            RECORDED,
+            recorded(),
             other_layout(calls={"tanh_default": CallLayout((P(unreduced={"tp"}),), (P(unreduced={"tp"}),))}),
         )(W, X, 0.5),
         "it is not linear in what is to lie as P(unreduced={'tp'})",
     ),
     "too few specs": (
-        lambda: applied(RECORDED, other_layout(calls={"mm_default": CallLayout((P(),), (P(),))})),
+        lambda: applied(recorded(), other_layout(calls={"mm_default": CallLayout((P(),), (P(),))})),
         "calls['mm_default'].ins: 1 specs for 2",
     ),
     "no such call": (
-        lambda: applied(RECORDED, other_layout(calls={"nn": CallLayout((P(),), (P(),))})),
+        lambda: applied(recorded(), other_layout(calls={"nn": CallLayout((P(),), (P(),))})),
         "calls['nn']: the recording has no such call",
     ),
     "a branch": (lambda: record(lambda x: x if (x.long() > 0).all() else -x, X), "a truth value in Python"),
