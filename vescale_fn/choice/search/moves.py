@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 from ..._core.arrays import reshard_plan
 from ..._core.sharding.merged_dim import merge
 from ..._core.sharding.spec import P, from_split_axes
-from .options import PARTIAL, Layout
+from .options import NONE, PARTIAL, Layout
+
+_EMBEDDED = 3  # calls that put a rank's part among zeros
 
 
 class Sent(NamedTuple):
     """The collectives of a move.
 
     Attributes:
-        seconds: of all.
+        seconds: of all, and of what a rank does by itself to make its part of a sum of what it has.
         steps: of each its kind, its axes and the bytes that a rank gives to it.
     """
 
@@ -48,26 +50,36 @@ class Moves:
         return self._found[key]
 
     def _made(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Sent:
-        if all(a == b or a == -1 for a, b in zip(before, after)):
+        if all(a == b or (a == NONE and b >= 0) for a, b in zip(before, after)):
             return Sent(0.0, ())  # each rank keeps its part
         used = sorted({k for k in (*before, *after) if k >= 0})
         first, last = (tuple(used.index(k) if k >= 0 else k for k in x) for x in (before, after))
         total = math.prod(sizes) * itemsize
-        found = tuple((kind, axes, total / split) for kind, axes, split in self._steps(len(used), first, last))
-        return Sent(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found), found)
+        steps = [(kind, axes, total / split) for kind, axes, split in self._steps(len(used), first, last)]
+        alone = sum(self._alone(kind, nbytes) for kind, _, nbytes in steps)
+        found = tuple(step for step in steps if step[0] not in reshard_plan.LOCAL_KINDS)
+        return Sent(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found) + alone, found)
+
+    def _alone(self, kind: str, nbytes: float) -> float:
+        """The seconds of a step without a collective: what is to be a sum is zeros on other ranks, or around a rank's part."""
+        calls = {"keep_first": 1, "embed": _EMBEDDED}.get(kind, 0)
+        return calls * self.hardware.compute(0, None, 2 * nbytes)
 
     def _steps(self, count: int, before: Layout, after: Layout) -> Sequence[tuple[str, tuple[str, ...], int]]:
-        """The collectives of a move, each with the number of parts of its value: the same for all sizes that divide."""
+        """The steps of a move, each with the number of parts of its value, of those without a collective afterwards: the same
+        for all sizes that divide."""
         key = count, before, after
         if key not in self._plans:
             names, sizes = tuple(self.axes), (math.prod(self.axes.values()),) * count
             steps = reshard_plan.plan(sizes, self._items, spec(sizes, before, names), spec(sizes, after, names))
             self._plans[key] = [
-                (step.kind, step.axes, math.prod(self.axes[a] for row in step.before for a in row))
-                for step in steps
-                if step.kind not in reshard_plan.LOCAL_KINDS
+                (step.kind, step.axes, math.prod(self.axes[a] for row in _lying(step) for a in row)) for step in steps
             ]
         return self._plans[key]
+
+
+def _lying(step: reshard_plan.MoveStep) -> reshard_plan.Rows:
+    return step.after if step.kind in reshard_plan.LOCAL_KINDS else step.before
 
 
 def spec(sizes: Sequence[int], layout: Layout, names: Sequence[str]) -> P:

@@ -155,17 +155,15 @@ def layouts_of(made: Program, chosen: Sequence[int]) -> Layouts:
 
 def _of_views(made: Program, chosen: Sequence[int]) -> dict[Any, list[Layout]]:
     """Of views that only rename how what they view is to lie, where all who read them want them in one layout: what moves is
-    what they view, once for all of them."""
+    what they view, once for all of them, and it is kept. Where that is not to be, they move by themselves."""
     step, wants, found = made.step, dict[Any, set[Layout]](), dict[Any, list[Layout]]()
     known, shown = dict[Any, bool](), {source(node)[0] for node in step.results if node is not None}
-    for x in reversed(step.calls):
-        n, later = step.classes[x.node], not made.keeps and "backward" not in x.node.meta
+    for x in reversed(step.calls) if made.keeps else ():
+        n = step.classes[x.node]
         if (view := step.through.get(n)) is None:
             number = step.number[n]
             given: Sequence[Layout | None] = made.sites[number].options[chosen[number]].ins
         elif len(lies := wants.get(x.node, ())) == 1 and x.node not in shown:
-            if later and any("backward" in user.meta for user in x.node.users):  # for whom it moves once more
-                continue
             goal = next(iter(lies))
             given = [tuple(view[k] if k >= 0 else k for k in goal)]
             if (n, goal) not in known:
