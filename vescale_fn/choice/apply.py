@@ -22,11 +22,11 @@ from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import type_text
 from .._core.sharding.placements import normal
 from .._core.sharding.spec import P, problems
-from ..plan.ir.graph import calls, output, value
+from ..plan.ir.graph import output, value
 from ..plan.tracing import ambient
 from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.traced_float import Number
-from .apply_calls import Calls, early_moves, operands, results
+from .apply_calls import Calls, early_moves, results
 from .recording import Recording
 from .search.layouts import Layouts
 
@@ -56,7 +56,8 @@ def applied(recorded: Recording, layouts: Layouts, mesh: Any = None) -> Callable
 
 def check(recorded: Recording, layouts: Layouts) -> None:
     """Raise where a layout does not fit a recording: its names, the number of its specs, and their axes and dims."""
-    nodes, known = recorded.placeholders, {node.name: node for node in calls(recorded.graph)}
+    nodes, about = recorded.placeholders, recorded.about.calls
+    known = {node.name: node for node in about}
     wrong: list[str] = []
     _count(wrong, "inputs", layouts.inputs, len(nodes))
     if layouts.outputs:
@@ -65,7 +66,7 @@ def check(recorded: Recording, layouts: Layouts) -> None:
         if name not in known:
             wrong.append(f"calls[{name!r}]: the recording has no such call")
             continue
-        _count(wrong, f"calls[{name!r}].ins", call.ins, len(operands(known[name])))
+        _count(wrong, f"calls[{name!r}].ins", call.ins, len(about[known[name]].operands))
         _count(wrong, f"calls[{name!r}].outs", call.outs, len(results(known[name])))
     if not wrong:
         wrong += _misfits(recorded, layouts)
@@ -83,9 +84,9 @@ def _misfits(recorded: Recording, layouts: Layouts) -> Iterator[str]:
     of: list[tuple[str, P | None, Any]] = [
         (path, spec, value(node)) for path, spec, node in zip(recorded.paths, layouts.inputs, recorded.placeholders)
     ]
-    for node in calls(recorded.graph):
+    for node, about in recorded.about.calls.items():
         if (call := layouts.calls.get(node.name)) is not None:
-            of += [(f"{node.name} of {x.name}", spec, value(x)) for x, spec in zip(operands(node), call.ins)]
+            of += [(f"{node.name} of {x.name}", spec, value(x)) for x, spec in zip(about.operands, call.ins)]
             of += [(node.name, spec, x) for x, spec in zip(results(node), call.outs)]
     for i, (spec, node) in enumerate(zip(layouts.outputs, recorded.results)):
         if spec is not None:

@@ -53,6 +53,7 @@ class P(tuple[Any, ...]):
     unreduced: frozenset[str]
     reduced: frozenset[str]
     at: At
+    _hash: int  # once it was asked for: a spec is looked up again and again
 
     @torch_internals.not_compiled  # which would make a tuple of other entries
     def __new__(
@@ -81,7 +82,11 @@ class P(tuple[Any, ...]):
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((tuple(self), self.unreduced, self.reduced, self.at))
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = hash((tuple(self), self.unreduced, self.reduced, self.at))
+            return self._hash
 
     def __repr__(self) -> str:
         parts = [repr(entry) for entry in self]

@@ -7,6 +7,7 @@ What it is for is to weigh one plan against another, for which ratios count, not
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +137,10 @@ def travel(node: fx.Node) -> float:
     """The seconds that a collective of GPUs is under way, also between nodes."""
     one: Any = node.target
     sizes = axes_of(one.mesh)
-    return h100(-(-math.prod(sizes.values()) // 8)).collective(one.kind, size(node), sizes, one.axes)
+    return _nodes(-(-math.prod(sizes.values()) // 8)).collective(one.kind, size(node), sizes, one.axes)
+
+
+_nodes = functools.lru_cache(maxsize=64)(h100)
 
 
 def _sent(node: fx.Node, collective: Collective) -> float:

@@ -20,6 +20,8 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def alike(x: Any, y: Any) -> bool:
     """Whether two tensors have one shape, dtype, layout in memory and device, without holes or overlaps."""
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and x.dtype == y.dtype):
+        return False
     return (found := kind(x)) is not None and found == kind(y)
 
 

@@ -52,6 +52,8 @@ def _product(node: fx.Node, outs: list[torch.Tensor], count: float) -> tuple[int
 def flops(node: fx.Node) -> float:
     """The floating-point operations of a product of matrices, a convolution or attention; of other calls 0."""
     name = plan.name_of(node)
+    if name not in _PRODUCTS and not name.startswith(_OTHERS) and "scaled_dot_product" not in name:
+        return 0.0
     shapes = [
         tuple(x.shape) for one in node.args for x in tensors(one.meta.get("val") if isinstance(one, fx.Node) else 0)
     ]
@@ -77,15 +79,18 @@ def flops(node: fx.Node) -> float:
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm", "mv", "dot", "vdot"}
 
 
+_OTHERS = "convolution", "_flash_attention"
+
+
 def _is_a_draw(node: fx.Node) -> bool:
     return torch_internals.operator_name(node.target).startswith("vescale_fn::")  # type: ignore[arg-type]
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a result."""
-    if isinstance(value, (list, tuple)):
-        return [x for one in value for x in tensors(one)]
-    return [value] if isinstance(value, torch.Tensor) else []
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for one in value for x in tensors(one)] if isinstance(value, (list, tuple)) else []
 
 
 GATHERS = {"embedding", "index", "index_select", "gather", "narrow_copy", "slice_copy"}  # read what they give alone
