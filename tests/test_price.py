@@ -263,8 +263,8 @@ def test_what_gloo_takes_for_itself_counts_on_cpus_alone() -> None:
     assert peaks == [1024 + 2 * 4096, 1024 + 4096]
 
 
-def test_what_goes_through_leaves_one_by_one_is_a_call_for_each():
-    """For halves some steps of an update have no kernel of torch's for lists that rounds alike."""
+def test_an_update_of_many_leaves_is_as_many_calls_as_of_few():
+    """They go as lists, halves too."""
     opt, hardware = vfn.optim.adam(0.1), replace(TWO_NODES, launch=1.0)
 
     def seconds(dtype, count):
@@ -273,5 +273,5 @@ def test_what_goes_through_leaves_one_by_one_is_a_call_for_each():
         step = lambda params, state, grads: opt.update(grads, state, params)
         return vfn.price(step, *args, specs=P(), mesh={"tp": 2}, hardware=hardware).compute
 
-    assert seconds(f32, 8) == seconds(f32, 4)
-    assert seconds(torch.bfloat16, 8) - seconds(torch.bfloat16, 4) == pytest.approx(4 * 2)  # two such steps
+    for dtype in f32, torch.bfloat16:
+        assert seconds(dtype, 8) == seconds(dtype, 4)
