@@ -5,7 +5,9 @@ DiT-XL on 64, 256 and 1,024 H100s that nobody has, 8 a node: 4,096 tokens a rank
 experts do, are priced as they are written, on meshes that suit them; the search knows none of them. All figures are
 predicted. The memory is 80 GiB, then a tenth less than what the fastest row that fits needs, twice.
 
-``python -m benchmarks.chosen_layouts "DiT-XL" 64`` takes one model on so many ranks; a third argument, how many layers.
+``python -m benchmarks.chosen_layouts "DiT-XL" 64`` takes one model on so many ranks; a third argument, how many layers; a
+fourth, how many amounts of memory. What was found is kept beside what was before, so that the table may be made in pieces;
+without arguments those are taken that are missing.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from typing import Any
 import torch
 
 import vescale_fn as vfn
-from benchmarks.side_by_side import publish
+from benchmarks.side_by_side import RESULTS, publish
 from vescale_fn.recipes import dit, llama, mixtral, models, rows
 from vescale_fn.recipes.parallel import ONE_DEVICE
 
 KEY, NODE, RANKS, LARGEST = vfn.random.key(0), 8, (64, 256, 1024), 80 * 2**30
+SECONDS = 600.0  # that a search has, of which it takes a part: what it finds is not to depend on how busy a machine is
 POLICY = vfn.precision.policy("params=f32,compute=bf16")
 # name: model, sizes, examples for each rank, their length
 MODELS: dict[str, tuple[ModuleType, Any, int, int]] = {
@@ -80,7 +83,7 @@ OF_TENSORS = (
 OF_IMAGES = ("zero1+tp+sp", "zero1+tp+sp+remat", "fsdp+tp+sp", "fsdp+tp+sp+remat", "fsdp+tp")
 OF_EXPERTS = ("zero1+ep", "fsdp+ep", "fsdp+ep+remat")
 COLUMNS = (
-    *("model", "ranks", "GiB there are", "fastest row that fits", "its ms", "its GiB at most", "its GB sent"),
+    *("model", "ranks", "layers", "GiB there are", "fastest row that fits", "its ms", "its GiB at most", "its GB sent"),
     *("ms of the search's own", "its GiB", "its GB", "search / row", "what it is"),
 )
 
@@ -102,7 +105,7 @@ def stepped(name: str, ranks: int, layers: int = 0) -> tuple[Any, tuple[Any, ...
     return make(ONE_DEVICE, None), args, rows.rows(make, args, model.NAMES, optimizer, meshes, texts)
 
 
-def one(name: str, ranks: int, layers: int = 0) -> list[list[Any]]:
+def one(name: str, ranks: int, layers: int = 0, budgets: int = 3) -> list[list[Any]]:
     """The rows of the table for a model on so many ranks."""
     began = time.process_time()
     hardware = vfn.hardware.h100(nodes=ranks // NODE)
@@ -112,8 +115,8 @@ def one(name: str, ranks: int, layers: int = 0) -> list[list[Any]]:
     for text, (own, specs, mesh) in given.items():
         prices[text] = vfn.price(own, *args, specs=specs, mesh=mesh, **how)
         told(f"{text}: {figures(prices[text])}, {time.process_time() - began:.0f} s")
-    found, memory = [], float(LARGEST)
-    for _ in range(3):
+    found, memory = list[list[Any]](), float(LARGEST)
+    for _ in range(budgets):
         fit = {text: price for text, price in prices.items() if price.peak <= memory}
         if not fit:
             break
@@ -121,11 +124,11 @@ def one(name: str, ranks: int, layers: int = 0) -> list[list[Any]]:
         beside = [best, *figures(fit[best])]
         try:
             meshes = vfn.mesh_shapes(ranks, nodes=ranks // NODE)
-            choice = vfn.auto(step, *args, mesh=meshes, memory=int(memory), candidates=3, **how)
+            choice = vfn.auto(step, *args, mesh=meshes, memory=int(memory), candidates=3, seconds=SECONDS, **how)
             chosen: list[Any] = [*figures(choice.predicted), choice.predicted.seconds / fit[best].seconds, said(choice)]
         except vfn.errors.VfnError as error:
             chosen = [math.nan, math.nan, math.nan, math.nan, str(error).splitlines()[0]]
-        found.append([name, ranks, memory / 2**30, *beside, *chosen])
+        found.append([name, ranks, layers or MODELS[name][1].layers, memory / 2**30, *beside, *chosen])
         told(f"{found[-1]}, {time.process_time() - began:.0f} s")
         memory = 0.9 * fit[best].peak
     return found
@@ -151,19 +154,31 @@ def told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def kept() -> list[list[Any]]:
+    """The rows that were found before."""
+    path = RESULTS / "chosen_layouts.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def keep(new: list[list[Any]]) -> None:
+    """Put rows in the place of those of the same model, ranks and layers."""
+    names, pieces = list(MODELS), {tuple(row[:3]) for row in new}
+    rows = [*(row for row in kept() if tuple(row[:3]) not in pieces), *new]
+    publish("chosen_layouts", COLUMNS, sorted(rows, key=lambda row: (names.index(row[0]), row[1], row[2], -row[3])))
+
+
 def main() -> None:
-    found = []
-    for name in MODELS:
+    there = {(name, ranks, layers) for name, ranks, layers, *_ in kept()}
+    for name, (_, config, *_) in MODELS.items():
         for ranks in RANKS:
-            here = [sys.executable, "-m", "benchmarks.chosen_layouts", name, str(ranks)]
-            out = subprocess.run(here, capture_output=True, text=True, check=True)
-            found += json.loads(out.stdout.splitlines()[-1])
-    publish("chosen_layouts", COLUMNS, found)
+            if (name, ranks, config.layers) not in there:
+                here = [sys.executable, "-m", "benchmarks.chosen_layouts", name, str(ranks)]
+                subprocess.run(here, check=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:]:
-        print(json.dumps(one(sys.argv[1], *map(int, sys.argv[2:]))))
+        keep(one(sys.argv[1], *map(int, sys.argv[2:])))
     else:
         main()

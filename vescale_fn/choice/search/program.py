@@ -16,7 +16,8 @@ from .moves import Moves, spec_of_dims
 from .options import Dims, Layout, Option, layouts, options
 from .structure import RESULT, Edge, Structure
 
-_HIDDEN = 0.1  # of a collective beside computation, which it takes units and bandwidth from
+_WIDTH = 2  # bytes of a number that is gathered, by which large and small parameters are weighed
+_HIDDEN = 0.02  # of a collective beside computation, which it takes units and bandwidth from
 
 
 @dataclass(eq=False)
@@ -169,23 +170,41 @@ class _Made:
                 raise SpecError(report("auto", what, rows, "vfn.price of the whole layout"))
 
     def _credits(self) -> None:
-        """Parameters are gathered while another layer computes, and gradients are added up so: each may hide behind its share
-        of a third of the computation, by its bytes. What is gathered after the update hides behind nothing, nor do the first
-        gather and the last sum: of a few parameters that is much."""
+        """Parameters are gathered while other layers compute, and gradients are added up so: each may hide behind its share of
+        the pass in which it travels, by what it takes to gather it from all ranks. Of the computation a third is the forward
+        pass, the rest the backward pass. The first gather and the last sum hide behind nothing: of a few parameters that is
+        much."""
         tied = {self.step.site_of(self.step.inputs[p]) for p in self.step.ties.values()}
         whole = sum(site.count * min(x.seconds for x in site.options) for site in self.sites)
-        bytes_of = lambda site: math.prod(site.outs[0].sizes) * site.of.outs[0].element_size()
+        size = lambda n: math.prod(self.sites[n].outs[0].sizes)  # type: ignore[union-attr]
         read = {g.site for g in self.groups if g.site in tied and any(e.operand >= 0 for e in g.edges)}
-        gradients = self.step.gradients
-        total = sum(self.sites[n].count * bytes_of(self.sites[n]) for n in read) or 1
-        large = sum(self.sites[n].count for n in read if bytes_of(self.sites[n]) >= total / 100)
+        total = sum(self.sites[n].count * size(n) for n in read)
+        large = sum(self.sites[n].count for n in read if size(n) >= total / 100)
+        over, ranks = [axis for axis, n in self.axes.items() if n > 1], math.prod(self.axes.values())
+        gathered = lambda count: self.hardware.collective("all_gather", count * _WIDTH / ranks, self.axes, over)
+        travel = sum(self.sites[n].count * gathered(size(n)) for n in read) if over else 0.0
+        cast, gradients = self._of_parameters(read), self.step.gradients
         for group in self.groups:
-            n = group.site
-            if n in read or (n, group.part) in gradients:
-                dims = self.sites[n].outs[group.part]
-                share = math.prod(dims.sizes) * group.itemsize / total if dims is not None else 0
-                group.credit, group.shown = whole / 3 * min(share, 1.0), _HIDDEN + (1 - _HIDDEN) / max(large, 1)
-                group.is_gradient = n not in read and not any(edge.operand == RESULT for edge in group.edges)
+            n, dims = group.site, self.sites[group.site].outs[group.part]
+            early = n in read or n in cast
+            if dims is not None and travel and (early or (n, group.part) in gradients):
+                share = min(gathered(math.prod(dims.sizes)) / travel, 1.0)
+                group.credit = whole / 3 * share * (1 if early else 2)
+                group.shown = _HIDDEN + (1 - _HIDDEN) / max(large, 1)
+                group.is_gradient = not early and not any(edge.operand == RESULT for edge in group.edges)
+
+    def _of_parameters(self, read: set[int]) -> set[int]:
+        """What is made of one parameter element by element, as its cast to another dtype is."""
+        found, before = set[int](), set[int]()
+        while todo := [g for g in self.groups if g.site in read | found and g.site not in before]:
+            before.update(g.site for g in todo)
+            sites = (self.sites[edge.site] for g in todo for edge in g.edges if edge.operand >= 0)
+            found.update(x.number for x in sites if x.of is not None and len(x.ins) == 1 and _looks(x.of))
+        return found
+
+
+def _looks(it: Described) -> bool:
+    return it.is_view or it.is_elementwise
 
 
 def _joined(groups: Sequence[Group]) -> list[Group]:
