@@ -176,22 +176,29 @@ class _Made:
         much."""
         tied = {self.step.site_of(self.step.inputs[p]) for p in self.step.ties.values()}
         whole = sum(site.count * min(x.seconds for x in site.options) for site in self.sites)
-        size = lambda n: math.prod(self.sites[n].outs[0].sizes)  # type: ignore[union-attr]
         read = {g.site for g in self.groups if g.site in tied and any(e.operand >= 0 for e in g.edges)}
-        total = sum(self.sites[n].count * size(n) for n in read)
-        large = sum(self.sites[n].count for n in read if size(n) >= total / 100)
-        over, ranks = [axis for axis, n in self.axes.items() if n > 1], math.prod(self.axes.values())
-        gathered = lambda count: self.hardware.collective("all_gather", count * _WIDTH / ranks, self.axes, over)
-        travel = sum(self.sites[n].count * gathered(size(n)) for n in read) if over else 0.0
+        travel, large = self._travel(read)
         cast, gradients = self._of_parameters(read), self.step.gradients
         for group in self.groups:
             n, dims = group.site, self.sites[group.site].outs[group.part]
             early = n in read or n in cast
             if dims is not None and travel and (early or (n, group.part) in gradients):
-                share = min(gathered(math.prod(dims.sizes)) / travel, 1.0)
+                share = min(self._gathered(math.prod(dims.sizes)) / travel, 1.0)
                 group.credit = whole / 3 * share * (1 if early else 2)
                 group.shown = _HIDDEN + (1 - _HIDDEN) / max(large, 1)
                 group.is_gradient = not early and not any(edge.operand == RESULT for edge in group.edges)
+
+    def _travel(self, read: set[int]) -> tuple[float, int]:
+        """What it takes to gather all parameters from all ranks, and how many have a hundredth of all elements."""
+        sizes = {n: math.prod(self.sites[n].outs[0].sizes) for n in read}  # type: ignore[union-attr]
+        total = sum(self.sites[n].count * size for n, size in sizes.items())
+        large = sum(self.sites[n].count for n, size in sizes.items() if size >= total / 100)
+        return sum(self.sites[n].count * self._gathered(size) for n, size in sizes.items()), large
+
+    def _gathered(self, count: int) -> float:
+        """The seconds in which so many elements are gathered from all ranks."""
+        over, ranks = [axis for axis, n in self.axes.items() if n > 1], math.prod(self.axes.values())
+        return self.hardware.collective("all_gather", count * _WIDTH / ranks, self.axes, over) if over else 0.0
 
     def _of_parameters(self, read: set[int]) -> set[int]:
         """What is made of one parameter element by element, as its cast to another dtype is."""
