@@ -208,6 +208,26 @@ def sum_over_ranks(w, c, xs):
     return out + (now**2).sum()
 
 
+def loops_beside_sums(h, x, e):
+    """Loops that communicate, beside collectives, none of which waits for another: only their turns keep them in order."""
+    looped = vfn.fori_loop(0, 3, lambda i, h: h + h.sum(0), h)
+    wide = torch.outer(e, e).exp().sum(0)
+    again = vfn.fori_loop(0, 2, lambda i, h: h * 0.5 + (h * h).sum(0), x)
+    return looped.sum(0), x.exp().sum(0) * x.exp().sum(0), wide, again.sum()
+
+
+def test_ranks_meet_in_loops_and_beside_them_in_one_order() -> None:
+    """Five rows over four ranks, of which the last holds none."""
+    orders = []
+    for rank in range(4):
+        mesh = vfn.abstract_mesh((4,), ("a",), rank=rank)
+        sizes = (5, 6), (5, 6), (16,)
+        plan = vfn.jit(loops_beside_sums).lower(*(vfn.ShapeDtype(size, torch.float32, P("a"), mesh) for size in sizes))
+        orders.append([(node.meta["line"], times) for node, times, _ in all_collectives(plan.graph)])
+    assert {times for _, times in orders[0]} == {1, 2, 3}
+    assert orders == [orders[0]] * 4
+
+
 def mapped_pullbacks(mesh):
     """Of a loop and a choice over arrays with uneven shards, and of both in a body that communicates."""
     x, cts = XS[:5, :3], torch.stack([XS[:5, :3].cos(), XS[:5, :3].sin()])

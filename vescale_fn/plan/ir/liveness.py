@@ -143,7 +143,11 @@ class _Call(NamedTuple):
 
 
 def _takes_turns(target: Any) -> bool:
-    """Whether other ranks, or the world outside, take part in a call."""
+    """Whether other ranks, or the world outside, take part in a call.
+
+    A call with collectives in its bodies is among them: it has an effect (`Nested`). Else ranks with blocks of other sizes
+    would move it past a collective, and meet in different ones.
+    """
     return isinstance(target, Collective) or (isinstance(target, plan.Step) and target.effect)
 
 

@@ -39,6 +39,7 @@ class Nested(Step):
         return self is other
 
     def __post_init__(self) -> None:
+        # also where its bodies only communicate: by that it keeps its turn among the collectives beside it (`liveness.Facts`)
         object.__setattr__(self, "effect", any(map(_does_more, self.bodies)))
 
     def often(self, i: int) -> tuple[int, str]:
