@@ -15,6 +15,7 @@ import vescale_fn as vfn
 from vescale_fn import P
 from vescale_fn._core.arrays import decide, interpreter
 from vescale_fn._core.arrays.layout_solver import solved
+from vescale_fn.choice.agreed import digest
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.apply_calls import operands
 from vescale_fn.choice.choice import ChosenLayout
@@ -67,6 +68,11 @@ LAYOUTS = Layouts(
     },
     (P(), P(None, "tp")),
 )
+
+
+def test_a_layout_that_keeps_what_it_gathers_is_another_one():
+    kept = replace(LAYOUTS, keeps=not LAYOUTS.keeps)
+    assert digest([LAYOUTS]) != digest([kept])  # of which ranks would gather at other times
 
 
 def test_equal_calls_are_decided_once(monkeypatch):

@@ -119,7 +119,7 @@ def check(mesh: Any, layouts: Layouts, name: str) -> None:
 def digest(rows: Sequence[Layouts], held: Sequence[Any] = ()) -> str:
     """A digest of layouts, and of how their plans are made, the same on all ranks that have the same."""
     said: list[Any] = [held]
-    said += [(list(one.mesh.items()), one.inputs, sorted(one.calls.items()), one.outputs) for one in rows]
+    said += [(list(one.mesh.items()), one.inputs, sorted(one.calls.items()), one.outputs, one.keeps) for one in rows]
     return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
 
 
