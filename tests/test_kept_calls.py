@@ -146,6 +146,19 @@ def test_collectives_and_memory(name: str, remat: bool) -> None:
     assert found[2][1] <= 1.05 * found[None][1]
 
 
+def test_gathers_of_cast_parameters_stand_outside_of_calls() -> None:
+    """So that these stay calls where devices compute meanwhile."""
+    mesh = vfn.abstract_mesh((2,), ("dp",))
+    ws, x = vfn.shard([torch.ones(8, 8)] * 6, mesh, P("dp")), vfn.shard(X.to(torch.bfloat16), mesh, P("dp"))
+    one = vfn.plan.shared(lambda w, x: (x @ vfn.with_sharding(w.to(torch.bfloat16), P())).relu())
+    alone = [functools.partial(kept, many=2, on_cpu=True) if of is kept else of for of in PASSES]
+    with vfn.use_mesh(mesh):
+        forward = vfn.jit(lambda ws, x: functools.reduce(lambda x, w: one(w, x), ws, x), passes=tuple(alone))
+        graph = forward.lower(ws, x).graph
+    assert len(nested(graph)) == 6
+    assert not any(map(collectives, bodies(graph)))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_collectives_that_are_needed_are_found_without_inlining(name: str) -> None:
     specs, at = LAYOUTS[name]
