@@ -132,6 +132,37 @@ def test_a_row_of_the_recipes_is_priced_and_carried_out_as_it_is_written() -> No
             choice.jit(vfn.make_mesh((4,), ("dp",)))(*args)
 
 
+def test_what_a_given_step_closes_over_counts_when_its_plan_is_replayed() -> None:
+    w, factor = torch.arange(8.0), [1.0]
+    own = {"own": (lambda w: w * factor[0], (P("tp"),))}
+    choice = vfn.auto(lambda w: w * 1.0, w, mesh={"tp": 2}, candidates=0, others=own)
+    with vfn.simulate(2):
+        fast, lies = choice.jit(), vfn.shard(w, choice.mesh(), choice.specs[0])
+        for factor[0] in (1.0, 1.0, 2.0):
+            assert torch.equal(vfn.unshard(fast(lies)), w * factor[0])
+
+
+def test_arguments_by_name_have_the_place_that_they_have_in_the_signature() -> None:
+    def step(w, rate=0.5, *, y, x):
+        return w - rate * vfn.grad(lambda w: (x @ w - y).square().mean())(w)
+
+    w, x, y = torch.eye(4), torch.arange(8.0).reshape(2, 4), torch.ones(2, 4)
+    own = {"own": (lambda w, *, x, y: step(w, x=x, y=y), (P(None, "tp"), P(), P())), "row": (P("tp"), P(), P())}
+    for named, others in (({"x": x, "y": y}, own), ({"x": x, "rate": 0.25, "y": y}, None)):
+        how = {"hardware": "cpu", "candidates": 0 if others else 1}
+        choice = vfn.auto(step, w, **named, mesh={"tp": 2}, others=others, **how)
+        price = vfn.price(step, w, **named, specs=choice.specs, mesh={"tp": 2}, hardware="cpu")
+        assert price.peak == choice.predicted.peak
+        assert len(choice.specs) == 1 + len(named)
+        with vfn.simulate(2):
+            lies = vfn.shard(w, choice.mesh(), choice.specs[0])
+            torch.testing.assert_close(vfn.unshard(choice.jit()(lies, **named)), step(w, **named))
+    with pytest.raises(vfn.errors.TransformError, match="argument 'candidate'; did you mean 'candidates'"):
+        vfn.auto(step, w, x=x, y=y, mesh={"tp": 2}, candidate=1)
+    with pytest.raises(vfn.errors.TransformError, match="y, x: what jit has made takes these by name alone"):
+        vfn.price(vfn.jit(step), w, x=x, y=y, mesh={"tp": 2})
+
+
 def test_specs_that_are_given_stay_and_choose_the_mesh() -> None:
     meshes = [{"dp": 8}, {"dp": 2, "tp": 4}]
     fixed = [(r"up$", P(None, "tp"))], None

@@ -27,6 +27,7 @@ from ..plan.tracing import ambient
 from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.traced_float import Number
 from .apply_calls import Calls, early_moves, results
+from .by_name import placed
 from .recording import Recording
 from .search.layouts import Layouts
 
@@ -118,7 +119,7 @@ class Applied:
 
     @torch_internals.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = (args, kwargs) if kwargs else (args,)
+        given = (placed(self.recorded.f, args, kwargs, "choice").args,)
         leaves, treedef = opened(given, "choice", lambda: tree.paths(given, "args"), numpy=True, modules=True)
         mesh = self._checked(leaves, treedef)
         with torch.no_grad(), _lines() as at:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from ..hardware import Hardware
 from ..plan.jit import Jitted
 from .agreed import agreed, met_on
 from .auto_arguments import budgeted, donated, given_specs, on_meshes
+from .by_name import placed
 from .choice import ChosenLayout
-from .given import given, own_meshes, with_own_mesh
+from .given import given, in_place, own_meshes, with_own_mesh
 from .held_to import with_repeats
 from .in_parts import best_in_parts
 from .piped import PipedStep, PipelineNotes, parted
@@ -45,6 +47,7 @@ def auto(
     candidates: int = 6,
     microbatches: int | Sequence[int] | None = None,
     seconds: float = 60.0,
+    **kwargs: Any,
 ) -> ChosenLayout:
     """The layout in which a step takes least time, by prediction: how its arguments lie, and how each of its calls is split.
 
@@ -57,6 +60,8 @@ def auto(
         step: the function.
         args: its arguments: arrays, tensors, or their shapes (`eval_shape`), and what else it takes. How arrays lie does not
             count.
+        kwargs: arguments by name, ``batch=batch``. In `fixed`, `others`, `donate_argnums` and ``choice.specs`` each has the place
+            that it has in the step's signature; behind all others, where the step takes it by name alone.
         mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind; or several of them, to choose from, such as
             ``mesh_shapes(64, nodes=8)``. By default that of the arguments, or the current one. Where that is one of processes,
             all of them call it, and get the same answer, or an error. On those with the axis of a
@@ -93,10 +98,23 @@ def auto(
     >>> choice.rules()
     [('down$', P('tp')), ('up$', P(None, 'tp'))]
     """
-    how = dict(memory=memory, hardware=hardware, fixed=fixed, others=others, donate_argnums=donate_argnums)
-    choose = functools.partial(_chosen, args=args, mesh=mesh, candidates=candidates, seconds=seconds, **how)
-    of = functools.partial(best_in_parts, step, microbatches, choose)
-    return agreed(met_on(mesh, args), getattr(step, "__name__", type(step).__name__), of)
+    how = dict(mesh=mesh, memory=memory, hardware=hardware, fixed=fixed, donate_argnums=donate_argnums)
+
+    def choose() -> ChosenLayout:
+        checked_function(step, "auto")
+        if isinstance(getattr(step, "func", step), Jitted):
+            raise TransformError(
+                report("auto", "the step is jitted already", fix="the function itself, and choice.jit()")
+            )
+        at = placed(step, args, kwargs, "auto", _OPTIONS)
+        rows = {name: in_place(entry, at) for name, entry in (others or {}).items()}
+        more = dict(others=rows, candidates=candidates, seconds=seconds)
+        return best_in_parts(at.step, microbatches, functools.partial(_chosen, args=at.args, **how, **more))
+
+    return agreed(met_on(mesh, (args, kwargs)), getattr(step, "__name__", type(step).__name__), choose)
+
+
+_OPTIONS = tuple(name for name, p in inspect.signature(auto).parameters.items() if p.kind is p.KEYWORD_ONLY)
 
 
 def _chosen(
@@ -106,19 +124,15 @@ def _chosen(
     memory: int | str | None,
     hardware: Hardware | str | None,
     fixed: Any,
-    others: Mapping[str, Any] | None,
+    others: Mapping[str, Any],
     donate_argnums: int | Sequence[int],
     candidates: int,
     seconds: float,
 ) -> ChosenLayout:
     """What this process chooses."""
-    checked_function(step, "auto")
     if candidates:
         highs()
-    if isinstance(getattr(step, "func", step), Jitted):
-        raise TransformError(report("auto", "the step is jitted already", fix="the function itself, and choice.jit()"))
     donate = donated(donate_argnums, len(args))
-    others = others or {}
     if not (candidates or others):
         raise SpecError(report("auto", "candidates=0 and no others= leave nothing to choose from"))
     if mesh is None and not candidates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from .._core.sharding.spec import P
 from ..hardware import Hardware
 from ..plan.arriving import arrived
 from .apply import mesh_for
+from .by_name import Placed, placed
 from .price_arguments import laid_out, meshed
 from .recording import Recording
 from .search.layouts import Layouts
@@ -92,6 +94,11 @@ def with_own_mesh(others: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry for name, entry in others.items() if _opened(name, entry).mesh is not None}
 
 
+def in_place(entry: Any, at: Placed) -> Any:
+    """An entry of `others`, its own step given its arguments as the step is that they are for."""
+    return (at.alike(entry[0]), *entry[1:]) if isinstance(entry, tuple) and entry and callable(entry[0]) else entry
+
+
 def _opened(name: str, entry: Any) -> _Given:
     """What an entry of `others` says."""
     if not (isinstance(entry, tuple) and entry and callable(entry[0])):
@@ -134,11 +141,12 @@ def as_given(
         mesh: by default that of the arguments, or the current one.
     """
 
+    @functools.wraps(step)
     @torch_internals.not_compiled
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args = placed(step, args, kwargs, "choice").args
         on = mesh_for(axes, mesh, tree.leaves(args))
         with context.use_mesh(on):
             return step(*arrived(args, (), (), lambda: tree.paths(args, "args"), specs, "choice"))
 
-    run.__name__ = getattr(step, "__name__", type(step).__name__)
     return run

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._core import torch_internals
 from .._core.base import context
+from .._core.base.errors import TransformError
 from .._core.base.front_door import public
+from .._core.base.messages import report
 from .._core.base.user_calls import checked_function
 from .._core.sharding.index_map import axes_of
 from ..debugging.needless_moves import needless
@@ -15,6 +18,7 @@ from ..hardware import Hardware
 from ..plan.jit import Jitted, jit
 from ..plan.lowered import Lowered
 from ..plan.pipeline import beside_computing
+from .by_name import Placed, placed
 from .price_arguments import equipped, laid_out, meshed
 from .price_places import priced_by_place
 from .price_report import Price, lines_of, traffic_of
@@ -34,6 +38,7 @@ def price(
     mesh: Any = None,
     hardware: Hardware | str | None = None,
     donate_argnums: int | Sequence[int] = (),
+    **kwargs: Any,
 ) -> Price:
     """What a step would cost in a layout: seconds of computing and of waiting, bytes by axis, the most memory, by line.
 
@@ -46,6 +51,8 @@ def price(
         step: the function, or what `jit` has made of it.
         args: its arguments: arrays, tensors, or their shapes (`eval_shape`, `init` with ``abstract=True``), and what else it
             takes. Of tensors only shape and dtype count.
+        kwargs: arguments by name, ``batch=batch``. In `specs` and `donate_argnums` each has the place that it has in the step's
+            signature; behind all others, where the step takes it by name alone.
         specs: how they lie: a `P` for all; or a tuple with one, or a prefix tree, or rules as of `spec_from_rules`, for each
             argument, None for what stays as it is: an array's own layout, a tensor whole on every rank.
         mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind. By default that of the arguments, or
@@ -71,6 +78,7 @@ def price(
     ({'dp': 134217728}, {'dp': 1}, 301989888)
     """
     checked_function(step, "price")
+    step, args, _ = _placed(step, args, kwargs)
     on, device = meshed(mesh, args)
     found = equipped(hardware, on, device)
     jitted = step if isinstance(step, Jitted) else jit(step, donate_argnums=donate_argnums)
@@ -86,6 +94,18 @@ def price(
 
     with context.setting(devices=found.device):
         return priced(lowered, found, axes_of(on), again)
+
+
+_OPTIONS = tuple(name for name, p in inspect.signature(price).parameters.items() if p.kind is p.KEYWORD_ONLY)
+
+
+def _placed(step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Placed:
+    """The step and its arguments, all of them by position."""
+    at = placed(step, args, kwargs, "price", _OPTIONS)
+    if isinstance(step, Jitted) and at.step is not step:
+        what = f"{', '.join(at.words)}: what jit has made takes these by name alone, so that no spec has their place"
+        raise TransformError(report("price", what, fix="the function itself, and donate_argnums="))
+    return at
 
 
 def priced(

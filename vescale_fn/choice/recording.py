@@ -80,15 +80,14 @@ class Recording:
         return AboutCalls(facts(nodes, hot), hot, _last_uses(nodes, output(self.graph).all_input_nodes))
 
 
-def record(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Recording:
+def record(step: Callable[..., Any], *args: Any) -> Recording:
     """Record a step for arguments of these shapes; arrays count as what they are on one device. No value is used.
 
     Raises:
         TransformError: it cannot be recorded, or no layout of it could be carried out.
     """
     name = getattr(step, "__name__", type(step).__name__)
-    given = tree.map_(_shape_of, (args, kwargs))
-    call = JitCall(step, given[0], given[1], None, None)
+    call = JitCall(step, tree.map_(_shape_of, args), {}, None, None)
     try:
         recorded = trace_flat(call.function, call.leaves, call.names(), call.treedef)
     except Unrecordable as why:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from .._core.base import tree
 from .._core.base.errors import SpecError, TransformError, VfnError
 from .._core.base.messages import report
@@ -211,13 +209,9 @@ def priced_as(
     step: Callable[..., Any] | None = None,
 ) -> Price:
     """What a step costs that is carried out in a layout, or one that states its own; `memory`: as of `jit`."""
-    if any(isinstance(x, torch.Tensor) for x in tree.leaves(recorded.call.kwargs)):
-        what = "tensors given by name have no place among specs"
-        raise TransformError(report("auto", what, fix="all tensors by position"))
     step = applied(recorded, layouts) if step is None else step
-    given = functools.partial(step, **recorded.call.kwargs) if recorded.call.kwargs else step
     return price(
-        jit(given, donate_argnums=tuple(donate), memory=memory),
+        jit(step, donate_argnums=tuple(donate), memory=memory),
         *recorded.call.args,
         specs=specs_of(recorded, layouts),
         mesh=dict(layouts.mesh),
