@@ -60,8 +60,8 @@ def auto(
         step: the function.
         args: its arguments: arrays, tensors, or their shapes (`eval_shape`), and what else it takes. How arrays lie does not
             count.
-        kwargs: arguments by name, ``batch=batch``. In `fixed`, `others`, `donate_argnums` and ``choice.specs`` each has the place
-            that it has in the step's signature; behind all others, where the step takes it by name alone.
+        kwargs: arguments by name, ``batch=batch``. In `fixed`, `others`, `donate_argnums` and ``choice.specs`` each has the
+            place that it has in the step's signature; behind all others, where the step takes it by name alone.
         mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind; or several of them, to choose from, such as
             ``mesh_shapes(64, nodes=8)``. By default that of the arguments, or the current one. Where that is one of processes,
             all of them call it, and get the same answer, or an error. On those with the axis of a
