@@ -36,6 +36,7 @@ NAMES = (
     "prices",
     "piped_prices",
     "chosen_models",
+    "pasted_models",
     "search_time",
     "pipelines",
 )

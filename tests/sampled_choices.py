@@ -141,7 +141,8 @@ def main():
                     counts["of which another wins than was predicted"] += searched[0].found.seconds > least * (1 + 1e-9)
                 if choice.layouts.calls:
                     counts["of calls of its own"] += 1
-                    counts["of which as written alike"] += _sent(choice.pasted) == _sent(choice.predicted)
+                    counts["of which by the rules alone"] += _sent(choice.pasted) == _sent(choice.predicted)
+                    counts["of which with lines"] += _sent(choice.written) == _sent(choice.predicted)
                 for one in (choice, *choice.others):
                     counts["layouts"] += 1
                     counts["refused, as the rules vote"] += not one.layouts.calls

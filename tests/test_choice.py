@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from vescale_fn.choice.agreed import digest
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.apply_calls import operands
 from vescale_fn.choice.choice import ChosenLayout
-from vescale_fn.choice.moves import moves
+from vescale_fn.choice.moves import LinesToWrite
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.rules_text import given, rules_of
 from vescale_fn.choice.search.best import NothingFits
@@ -28,6 +29,7 @@ from vescale_fn.choice.search.highs import Deadline
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.search import search
 from vescale_fn.choice.verified import Verified, priced_as, verified
+from vescale_fn.choice.written import MoveToWrite, WrittenStep
 
 AXES = {"dp": 2, "tp": 2}
 
@@ -233,7 +235,7 @@ WRITTEN = {
         (P(), D, D),
     ),
     "a split sequence": (
-        ("what mm gives", D, "sub"),
+        ("sub", False, 0, P(unreduced={"d"}), D),
         {"out": lambda y: vfn.with_sharding(y, D)},
         (D, COLUMNS, P(), D),
         {"sub_tensor": [D, D], "mm_default_2": [D, P()], "mm_default_3": [P(), COLUMNS]},
@@ -249,18 +251,19 @@ def test_with_its_moves_written_a_step_communicates_as_in_the_layout(name):
     args = {"down": randn(32, 16), "up": randn(16, 32)}, randn(64, 16), randn(64, 16)
     recorded = record(updated(), *args)
     layouts = voted(recorded, {"d": 4}, inputs, stated, outputs)
-    found = [(one.value[:13], one.spec, one.op, one.backward) for one in moves(recorded, layouts)]
-    assert found == ([(*said, False)] if said else [])
     with vfn.simulate(4):
         mesh = vfn.make_mesh(4, "d")
         given = vfn.shard(args, mesh, ({"down": inputs[0], "up": inputs[1]}, *inputs[2:]))
-        logs = []
-        for f in (applied(recorded, layouts), updated(**moved), updated()):
+        (finder := LinesToWrite(recorded, layouts, all_moves=bool(said))).run(*given)
+        lines = finder.lines()
+        assert [(one.op, one.gives, one.number, one.lies, one.spec) for one in lines] == ([said] if said else [])
+        logs, pasted = [], WrittenStep(recorded, lines, layouts)
+        for f in (applied(recorded, layouts), pasted, updated(**moved), updated()):  # the third is written by hand
             with vfn.comm_log() as log:
                 f(*given)
             logs.append({op: log.bytes(op) for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")})
-    assert logs[0] == logs[1]
-    assert (logs[0] != logs[2]) == bool(said)
+    assert logs[0] == logs[1] == logs[2]
+    assert (logs[0] != logs[3]) == bool(said)
 
 
 def blocks(p, x, y):
@@ -283,6 +286,79 @@ def choice():
     again = lambda on, given: search(recorded, on, hardware, fixed=given, candidates=1)[0]
     solve = functools.partial(search, recorded, mesh, hardware, candidates=2)
     return ChosenLayout(recorded, verified(recorded, hardware, None, solve), hardware, None, again)
+
+
+def ways_of(choice, *seconds):
+    """Ways to write the step, with no lines, one, two, ..., that take so long; a tensor of each line lies otherwise."""
+    one = choice.ranked[0]
+    said = lambda i: MoveToWrite("a.py:1", "matmul", False, i, (4, 4), torch.float32, P(), P("tp"))
+    steps = [WrittenStep(choice.recorded, [said(i) for i in range(n)], one.layouts) for n in range(len(seconds))]
+    return [replace(one, step=step, price=SimpleNamespace(seconds=x, peak=0)) for step, x in zip(steps, seconds)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "answer"), [((2.0, 1.001, 1.0), 1), ((1.004, 1.0, 1.0), 0), ((9.0, 2.001, 2.0), None)]
+)
+def test_the_answer_is_written_with_the_fewest_lines_that_are_as_fast(choice, monkeypatch, seconds, answer):
+    ways, module = ways_of(choice, *seconds), sys.modules["vescale_fn.choice.as_written"]
+    monkeypatch.setattr(module, "priced_ways", lambda *_, **__: ways)
+    one = replace(choice.ranked[0], price=SimpleNamespace(seconds=1.0, peak=0))
+    best = module.as_written(choice.recorded, one, choice.hardware, None)
+    assert best.step is (None if answer is None else ways[answer].step)
+    assert len(choice.of([best]).moves) == (1 if answer is None else answer)
+    assert choice.of([best]).written is ways[1 if answer is None else answer].price
+
+
+def test_where_a_step_is_not_written_the_choice_says_why(choice, monkeypatch):
+    module, one = sys.modules["vescale_fn.choice.as_written"], choice.ranked[0]
+    of = lambda recorded, one=one: module.as_written(recorded, one, choice.hardware, None)
+    said = lambda best: repr(choice.of([best])).rpartition("\n  not as it would be written: ")[2]
+
+    def raises(*_):
+        raise KeyError("a table")
+
+    once = of(replace(choice.recorded, f=raises))
+    assert once.step is None
+    assert said(once) == "KeyError: 'a table'"
+    with pytest.raises(vfn.errors.TransformError, match="trained does not run as it would be written\n.*KeyError"):
+        _ = ChosenLayout(replace(choice.recorded, f=raises), [one], choice.hardware).moves
+    assert said(of(choice.recorded, replace(one, memory=9))).startswith("its plan is held to the memory; choice.moves")
+    monkeypatch.setattr(module, "_CALLS", 10)
+    assert re.match(
+        r"trained has \d\d calls, more than 10; choice.moves looks for the lines", said(of(choice.recorded))
+    )
+    assert choice.of([one]).written.seconds <= choice.pasted.seconds
+    monkeypatch.setattr(module, "laid_out", None)  # a fault of this library is none of the step's
+    with pytest.raises(TypeError, match="NoneType"):
+        _ = choice.of([one]).moves
+
+
+def scanned(p, x):
+    return vfn.scan(lambda x, w: (x @ w, None), x, p)[0].sum()
+
+
+def test_a_step_that_does_not_run_by_the_rules_alone_says_so_and_is_written_with_the_line_that_it_needs():
+    shapes = vfn.ShapeDtype((3, 512, 512), torch.float32), vfn.ShapeDtype((64, 512), torch.float32)
+    chosen = vfn.auto(scanned, *shapes, mesh={"tp": 2}, fixed=(P(None, None, "tp"), P()), hardware="h100", candidates=1)
+    with pytest.raises(vfn.errors.TransformError, match="scanned does not run with the rules alone\n.*scan: the carry"):
+        _ = chosen.pasted
+    (line,) = chosen.moves
+    assert (line.op, line.number, line.shape, line.lies) == ("matmul", 1, (512, 512), P(None, "tp"))
+    by_hand = lambda p, x: vfn.scan(lambda x, w: (x @ vfn.with_sharding(w, line.spec), None), x, p)[0].sum()
+    own = vfn.price(by_hand, *shapes, specs=chosen.specs, mesh={"tp": 2}, hardware="h100")
+    assert (chosen.written.seconds, chosen.written.bytes) == (own.seconds, own.bytes)
+
+
+def test_ranks_tell_ways_with_as_many_lines_apart(choice, monkeypatch):
+    module = sys.modules["vescale_fn.choice.agreed"]
+    one, other = (ways_of(choice, 1.0, 1.0)[1] for _ in range(2))
+    other.step.lines = tuple(replace(line, spec=P(None, "tp")) for line in one.step.lines)
+    monkeypatch.setattr(module, "ways", lambda *_: [one.step, other.step])
+    found = choice.of([one])
+    said = module._as_written(found, other)
+    assert module._like(found, other.name, other.layouts, None, said).step is other.step
+    with pytest.raises(vfn.errors.DivergenceError, match="lines that this rank does not come to"):
+        module._like(found, other.name, other.layouts, None, (None, "another"))
 
 
 def test_a_choice_says_what_it_costs_and_runs(choice):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from .._core.distributed.places import whole_mesh
 from .._core.distributed.ranks import talks_to_nobody
 from .._core.sharding.layout import WHOLE, type_text
 from ..plan.ir.graph import value
+from .as_written import ways
 from .recording import Recording
 from .scheduled import Scheduled, chosen_of, scheduled
 from .search.layouts import Layouts
 from .verified import Verified, priced_as
+from .written import WrittenStep
 
 
 def met_on(mesh: Any, args: Any) -> Any:
@@ -61,24 +65,37 @@ def agreed(mesh: Any, name: str, choose: Callable[[], Any]) -> Any:
         found = choose()
     except BaseException as error:  # an interrupt, too: the others would wait for this rank
         failure = error
-    raised = "" if failure is None else str(failure) or type(failure).__name__
     rows, parts = ([], None) if found is None else (found.ranked, found.microbatches)
     said = digest([one.layouts for one in rows], [(one.memory, _as_written(found, one)) for one in rows])
-    told = _told(mesh, (raised, {} if found is None else _recorded(found), (said, parts)))
-    if failure is not None:
-        raise failure
+    told = _told(mesh, (_said(failure), {} if found is None else _recorded(found), (said, parts)))
+    _raise_together(failure, [theirs for theirs, *_ in told], name)
     assert found is not None
-    for rank, (theirs, *_) in enumerate(told):
-        if theirs:
-            what = f"choosing a layout of {name} raised on rank {rank}, and not here"
-            raise RecordError(report("auto", what, [theirs.splitlines()[0]]), follows=True)
     _same_steps([steps for _, steps, _ in told], name)
     if len({one for *_, one in told}) == 1:
         return found
     mine = [(one.name, one.layouts, one.memory, _as_written(found, one)) for one in rows]
     first, count = _told(mesh, (mine, found.microbatches))[0]
     found = next((one for one in (found, *found.in_other_parts) if one.microbatches == count), found)
-    return found.of([_like(found, *one) for one in first])
+    try:
+        found = found.of([_like(found, *one) for one in first])
+    except BaseException as error:
+        failure = error
+    _raise_together(failure, _told(mesh, _said(failure)), name)
+    return found
+
+
+def _said(failure: BaseException | None) -> str:
+    return "" if failure is None else str(failure) or type(failure).__name__
+
+
+def _raise_together(failure: BaseException | None, told: Sequence[str], name: str) -> None:
+    """Raise what was raised here, or that something was on another rank, of which each told what."""
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(told):
+        if theirs:
+            what = f"choosing a layout of {name} raised on rank {rank}, and not here"
+            raise RecordError(report("auto", what, [theirs.splitlines()[0]]), follows=True)
 
 
 def _recorded(found: Any) -> dict[int | None, str]:
@@ -123,23 +140,40 @@ def digest(rows: Sequence[Layouts], held: Sequence[Any] = ()) -> str:
     return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
 
 
-def _as_written(found: Any, one: Verified) -> tuple[Scheduled | None] | None:
-    """Of a layout in which the step runs as it is written the schedule that was chosen for its pipeline; None of others."""
+def _as_written(found: Any, one: Verified) -> tuple[Scheduled | None, str | None] | None:
+    """Of a layout in which the step runs as it is written: the schedule that was chosen for its pipeline, and a digest of the
+    lines that are written in it; None of others."""
     chosen = chosen_of(one.step)
-    return (chosen,) if one.step is found.recorded.f or chosen is not None else None
+    lines = _lines(one.step) if isinstance(one.step, WrittenStep) else None
+    written = one.step is found.recorded.f or chosen is not None or lines is not None
+    return (chosen, lines) if written else None
+
+
+def _lines(step: WrittenStep) -> str:
+    """A digest of the lines that are written in a step; of files by their names, as each machine may have them elsewhere."""
+    said = sorted((os.path.basename(one.line), repr(one.place[1:]), repr(one.spec)) for one in step.lines)
+    return hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
 
 
 def _like(
-    found: Any, name: str, layouts: Layouts, memory: int | None, written: tuple[Scheduled | None] | None
+    found: Any, name: str, layouts: Layouts, memory: int | None, written: tuple[Scheduled | None, str | None] | None
 ) -> Verified:
     """A layout of another rank with its price here."""
     told = digest([layouts], [(memory, written)])
     for one in found.ranked:
         if (one.name, digest([one.layouts], [(one.memory, _as_written(found, one))])) == (name, told):
             return one
-    step = None if written is None else scheduled(found.recorded.f, *written)
-    cost = priced_as(found.recorded, layouts, found.hardware, found.donated, memory, step)
-    return Verified(layouts, None, cost, found.budget is None or cost.peak <= found.budget, name, memory, step)
+    chosen, lines = written or (None, None)
+    step = None if written is None else scheduled(found.recorded.f, chosen)
+    one = Verified(layouts, None, found.predicted, False, name, memory, step)
+    if lines is not None:
+        step = next((step for step in ways(found.recorded, one) if _lines(step) == lines), None)
+        if step is None:
+            what = "rank 0 has written the step with lines that this rank does not come to"
+            raise DivergenceError(report("auto", what, fix="the same code on all ranks"))
+        one = replace(one, step=step)
+    cost = priced_as(found.recorded, layouts, found.hardware, found.donated, memory, one.step)
+    return replace(one, price=cost, fits=found.budget is None or cost.peak <= found.budget)
 
 
 def _told(mesh: Any, what: Any) -> list[Any]:

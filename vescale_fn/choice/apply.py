@@ -135,30 +135,22 @@ class Applied:
         if torch_internals.transforming() or torch_internals.forward_ad_active() or context.body() is not None:
             what = "a chosen layout is of a whole step: it runs under no transform and in no shard_map"
             raise TransformError(report("choice", what, fix="the transform in the step"))
-        if treedef != recorded.call.treedef:
-            raise self._other(["the arguments' trees differ"])
+        wrong = differing(recorded, leaves, treedef)
+        if wrong and treedef != recorded.call.treedef:
+            raise other(recorded, wrong)
         names = recorded.call.names()
-        wrong = [
-            f"{name} was {leaves_.described(was)} and is {leaves_.described(is_)}"
-            for name, was, is_ in zip(names, recorded.call.leaves, leaves, strict=True)
-            if not _alike(was, is_)
-        ]
         around = ambient.around()
         wrong += [f"{ambient.NAMES[i]} differs" for i in _SETTINGS if around[i] != recorded.call.key[3][i]]
         if (changed := recorded.captured.changed()) is not None:
             wrong.append(f"{changed}, which it closes over, has changed")
         if wrong:
-            raise self._other(wrong)
+            raise other(recorded, wrong)
         if torch.is_grad_enabled() and (
             asking := [name for name, x in zip(names, leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         ):
             what = "arguments require gradients, which a recorded step does not follow"
             raise TransformError(report("choice", what, asking, "vfn.grad in the step; or x.detach()"))
         return mesh_for(self.layouts.mesh, self._mesh, leaves)
-
-    def _other(self, wrong: Sequence[str]) -> SpecError:
-        what = f"the layout was chosen for {self.recorded.name} of other arguments"
-        return SpecError(report("choice", what, wrong, _RECORD))
 
     def _inputs(self, leaves: Sequence[Any], mesh: Any) -> list[Any]:
         """What each placeholder stands for, laid out."""
@@ -215,6 +207,23 @@ class Applied:
                 x = place(x, mesh, normal(spec, self.layouts.mesh, x.shape), "a result of the step")
             found.append(x)
         return found
+
+
+def differing(recorded: Recording, leaves: Sequence[Any], treedef: Any) -> list[str]:
+    """In what arguments differ from those that a step was recorded for."""
+    if treedef != recorded.call.treedef:
+        return ["the arguments' trees differ"]
+    return [
+        f"{name} was {leaves_.described(was)} and is {leaves_.described(is_)}"
+        for name, was, is_ in zip(recorded.call.names(), recorded.call.leaves, leaves, strict=True)
+        if not _alike(was, is_)
+    ]
+
+
+def other(recorded: Recording, wrong: Sequence[str]) -> SpecError:
+    """What is said of arguments that a layout was not chosen for."""
+    what = f"the layout was chosen for {recorded.name} of other arguments"
+    return SpecError(report("choice", what, wrong, _RECORD))
 
 
 def mesh_for(axes: Mapping[str, int], mesh: Any, leaves: Sequence[Any]) -> Any:

@@ -19,6 +19,7 @@ from .._core.sharding.spec import P
 from ..hardware import Hardware
 from ..plan.jit import Jitted
 from .agreed import agreed, met_on
+from .as_written import again_ranked, as_written
 from .auto_arguments import budgeted, donated, given_specs, on_meshes
 from .by_name import placed
 from .choice import ChosenLayout
@@ -157,6 +158,8 @@ def _chosen(
     def again(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
         return search(recorded, on, found, budget, {**stays, **more}, 1, seconds=seconds)[0]
 
+    if piped is None:
+        ranked = again_ranked(as_written(recorded, ranked[0], found, budget, donate), ranked[1:])
     looks = _beside_stages(again, piped, recorded, fixed, found, budget, seconds)
     choice = ChosenLayout(recorded, ranked, found, budget, looks, donate)
     choice.left_out = _not_priced(left_out, ranked)

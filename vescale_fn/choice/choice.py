@@ -8,7 +8,7 @@ from typing import Any
 
 from .._core.arrays.placement import shard
 from .._core.base import context, tree
-from .._core.base.errors import SpecError
+from .._core.base.errors import SpecError, VfnError
 from .._core.base.messages import mesh_text, report
 from .._core.distributed.comm_log import CommLog
 from .._core.distributed.mesh import make_mesh
@@ -19,10 +19,10 @@ from ..plan.jit import Jitted, jit
 from ..schedules import Schedule
 from .agreed import check
 from .apply import applied
+from .as_written import does_not_run, fewest_lines, priced_ways
 from .choice_explained import explained
 from .choice_report import choice_text, dotted, shown
 from .given import as_given
-from .moves import MoveToWrite, moves
 from .price import price
 from .price_drawing import side_by_side
 from .price_report import Price, Prices
@@ -32,6 +32,7 @@ from .scheduled import chosen_of, scheduled
 from .search.layouts import Layouts
 from .step_timeline import StepTimeline
 from .verified import Verified, specs_of
+from .written import MoveToWrite
 
 
 class ChosenLayout:
@@ -67,6 +68,7 @@ class ChosenLayout:
     ) -> None:
         self.recorded, self.hardware, self.budget, self.donated = recorded, hardware, budget, tuple(donated)
         self.ranked, self._again = tuple(ranked), again
+        self._written = ranked[0].written
         self.layouts: Layouts = ranked[0].layouts
 
     # --- the layout ---------------------------------------------------------------------------------------------------
@@ -109,16 +111,43 @@ class ChosenLayout:
 
     @property
     def moves(self) -> list[MoveToWrite]:
-        """Where the rules' votes differ from what was chosen, from the first line on: in the forward pass ``with_sharding`` can
-        say so, in the backward pass and inside of functions of torch nobody can; nowhere, where a layout is chosen that was
-        given and says so itself. What the step costs without them is the price `pasted`."""
-        return [] if self.ranked[0].step is not None else moves(self.recorded, self.layouts)
+        """The lines to write besides the `rules`, so that the step comes to this layout by itself: none, where the rules alone
+        do, or where a step was given. What it then costs is the price `written`; what it costs without them, `pasted`.
+
+        Raises:
+            TransformError: the step does not run a second time, or not on arrays.
+        """
+        return list(getattr(self._as_written.step, "lines", ()))
+
+    @property
+    def written(self) -> Price:
+        """What the step costs as it is written, with its arguments laid out as `rules` say, and with all `moves` written: the
+        price of this layout, wherever that is as fast as what the search found."""
+        return self._as_written.price
+
+    @property
+    def _as_written(self) -> Verified:
+        """The step as it is best written; found when it is asked for, where it was not yet."""
+        one = self.ranked[0]
+        if one.step is not None:
+            return one
+        if self._written is None:
+            of = priced_ways(self.recorded, one, self.hardware, self.budget, self.donated)
+            self._written = fewest_lines(of)
+        return self._written
 
     @property
     def pasted(self) -> Price:
         """What the step costs as it is written, with its arguments laid out as `rules` say, and its calls as the rules vote:
-        without this choice, before any of its `moves` are written."""
-        return self.compare(pasted=self.specs)[1]
+        without this choice, before any of its `moves` are written.
+
+        Raises:
+            TransformError: it does not run so, as where the carry of a scan would lie otherwise behind it.
+        """
+        try:
+            return self.compare(pasted=self.specs)[1]
+        except VfnError as error:
+            raise does_not_run("choice.pasted", self.recorded.name, "with the rules alone", error) from error
 
     def applied(self, mesh: Any = None) -> Callable[..., Any]:
         """The step in this layout as a function, to be run eagerly; on the mesh of its arguments, where none is given."""
@@ -198,7 +227,8 @@ class ChosenLayout:
     def __repr__(self) -> str:
         parts = [(one.microbatches, one.layouts.mesh, one.predicted) for one in self.in_other_parts]
         text = choice_text(self.recorded, self.ranked, self.hardware, self.budget, self.microbatches, parts)
-        return "\n".join((text, *(f"  not searched: {one}" for one in self.left_out)))
+        unwritten = [f"  not as it would be written: {why}"] if (why := self.ranked[0].unwritten) else []
+        return "\n".join((text, *(f"  not searched: {one}" for one in self.left_out), *unwritten))
 
     def _repr_html_(self) -> str:
         name = lambda n, one: ": ".join(filter(None, (f"{n}", mesh_text(one.layouts.mesh), one.name)))

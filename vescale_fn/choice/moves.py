@@ -1,10 +1,16 @@
-"""Where a step is to say `with_sharding`, so that the rules' votes come to a chosen layout by themselves."""
+"""Which lines a step needs to come to a chosen layout by itself: found by running it, looking where its calls vote otherwise.
+
+The step runs with its arguments laid out as chosen. Whenever one of its calls gives something that lies neither as in the
+chosen layout nor as those who read it want it, what the call is given is moved, one tensor or all, and where that does not help
+what it gives. The backward pass follows: gradients come back to where values were.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,159 +18,213 @@ from torch import fx
 
 from .._core.arrays.layout_solver import solved
 from .._core.arrays.reshard_plan import LOCAL_KINDS, plan
-from .._core.sharding.layout import type_text
+from .._core.base import op_arguments, tree
 from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
-from ..plan.ir.graph import calls, name_of, value
-from ..plan.ir.memory_use import place
-from .apply_calls import operands, results
+from ..plan.ir.graph import calls, value
+from .apply_calls import operands
 from .recording import Recording
 from .search.described import described
 from .search.layouts import Layouts
+from .user_calls import CALL, GIVEN, GIVES, UserCalls, called, shown
+from .written import RETURNS, MoveToWrite, is_laid_out, lying, moved_in
 
 
-@dataclass(frozen=True)
-class MoveToWrite:
-    """A line to write.
+class LinesToWrite(UserCalls):
+    """A mode in which a step runs in a layout, as far as lines can say so, and that notes these lines.
+
+    Args:
+        recorded: the step.
+        layouts: that it is to come to.
+        all_moves: whether every move of the forward pass is written, those too that the calls' votes come to: so values come
+            back in the backward pass, and in the dtype in which they went.
 
     Attributes:
-        line: of the call that is given the value, ``file:line``.
-        value: what moves, in words: an argument by its path, or the result of a call.
-        kind: its type as it lies before.
-        spec: how it is to lie.
-        op: that is given it.
-        backward: whether this is in the backward pass, where nothing can be written.
-        count: how often: once for each of equal layers, say.
+        found: the lines, by their places, with how each moves what is meant.
     """
 
-    line: str
-    value: str
-    kind: str
-    spec: P
-    op: str
-    backward: bool = False
-    count: int = 1
+    def __init__(self, recorded: Recording, layouts: Layouts, all_moves: bool = False) -> None:
+        super().__init__()
+        self._all = all_moves
+        self._recorded, self._chosen, self._axes = recorded, _ChosenValues(recorded, layouts), dict(layouts.mesh)
+        self._outputs, self._next = layouts.outputs, 0
+        self.found: dict[tuple[Any, ...], dict[P, MoveToWrite]] = {}
 
-    def __repr__(self) -> str:
-        often = f", {self.count} times" if self.count > 1 else ""
-        moved = f"  {self.value}, {self.kind}, before {self.op}{often}"
-        if self.backward:
-            return (
-                f"{place(self.line)}: in the backward pass of it, where nothing can be written\n{moved}: {self.spec!r}"
-            )
-        return f"{place(self.line)}\n{moved}: x = vfn.with_sharding(x, {self.spec!r})"
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step."""
+        self.found, self._next = {}, 0
+        with self:
+            out = self._recorded.f(*args, **kwargs)
+        return self._returned(out)
+
+    def lines(self) -> list[MoveToWrite]:
+        """What to write: but for places where different things would have to be written for the same."""
+        return [line for ways in self.found.values() if len(ways) == 1 for line in ways.values()]
+
+    def called(self, line: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        given, gives = op_arguments.tensors_in((args, kwargs)), op_arguments.tensors_in(out)
+        number = self._number(call := called(line, func, gives)) if gives else None
+        if number is None or any(x is y for x in gives for y in given):  # which writes, or has nothing to do
+            return out
+        wrong, moving = self._wrong(number, gives), self._moving(number, given)
+        ways = [{i: spec} for i, spec in moving.items()] if wrong else []
+        for specs in [moving] if self._all else [*ways, moving]:
+            if not specs or not (self._all or wrong):
+                break
+            more_args, more_kwargs = moved_in((args, kwargs), specs)
+            other = func(*more_args, **more_kwargs)
+            if len(left := self._wrong(number, op_arguments.tensors_in(other))) < len(wrong) or (
+                self._all and not left
+            ):
+                for i, spec in specs.items():
+                    self._note(call.line, call.name, False, i, given[i], spec, self._chosen.given.get((number, i)))
+                out, wrong = other, left
+                break
+        gives = op_arguments.tensors_in(out)
+        for i, spec in wrong.items():
+            self._note(call.line, call.name, True, i, gives[i], spec)
+        return moved_in(out, wrong)
+
+    def _number(self, call: Any) -> int | None:
+        """Which of the calls of the recording it is: the next that is alike. Some may be left out: of equal bodies one alone
+        runs."""
+        noted = self._recorded.user_calls
+        found = next((n for n in range(self._next, len(noted)) if noted[n] == call), None)
+        if found is not None:
+            self._next = found + 1
+        return found
+
+    def _moving(self, number: int, given: Sequence[torch.Tensor]) -> dict[int, P]:
+        """What of that which a call is given is to move, and travels."""
+        found = dict[int, P]()
+        for i, x in enumerate(given):
+            node = self._chosen.given.get((number, i))
+            if node is None or not is_laid_out(x):
+                continue
+            ways, lies = self._chosen.wanted(node, number), lying(x, self._axes)
+            if len(ways) == 1 and ways[0] != lies and self._travels(x, lies, ways[0]):
+                found[i] = ways[0]
+        return found
+
+    def _travels(self, x: torch.Tensor, lies: P, spec: P) -> bool:
+        """Whether a move is more than that each rank takes its part, where that would do."""
+        steps = plan(tuple(x.shape), tuple(self._axes.items()), lies, spec)
+        return not self._all or any(step.kind not in LOCAL_KINDS for step in steps)
+
+    def _wrong(self, number: int, gives: Sequence[torch.Tensor]) -> dict[int, P]:
+        """What of that which a call gives lies otherwise than chosen, and how it is to lie."""
+        found = dict[int, P]()
+        for i, x in enumerate(gives):
+            node = self._chosen.gives.get((number, i))
+            if node is None or not (is_laid_out(x) and x.is_floating_point() and x.ndim):
+                continue
+            made, ways = self._chosen.made(node), self._chosen.wanted(node)
+            if made is None or lying(x, self._axes) in (made, *ways):
+                continue
+            goal = ways[0] if len(ways) == 1 else made
+            if not goal.unreduced:
+                found[i] = goal
+        return found
+
+    def _returned(self, out: Any) -> Any:
+        """The result, where it is to lie."""
+        leaves, treedef = tree.flatten(out)
+        if len(leaves) != len(self._outputs):
+            return out
+        code = getattr(getattr(self._recorded.f, "func", self._recorded.f), "__code__", None)
+        line = "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+        for i, (x, spec) in enumerate(zip(leaves, self._outputs)):
+            if spec is None or not is_laid_out(x):
+                continue
+            goal, lies = normal(spec, self._axes, x.shape), lying(x, self._axes)
+            if goal != lies:
+                if P(*lies) != P(*goal):  # a sum that is returned is added up
+                    self._note(line, RETURNS, True, 0, x, goal)
+                leaves[i] = next(iter(op_arguments.tensors_in(moved_in([x], {0: goal}))))
+        return tree.unflatten(treedef, leaves)
+
+    def _note(
+        self, line: str, op: str, gives: bool, i: int, x: torch.Tensor, spec: P, node: fx.Node | None = None
+    ) -> None:
+        paths = dict(zip(self._recorded.placeholders, self._recorded.paths))
+        value = paths.get(node, "") if node is not None else ""
+        one = MoveToWrite(line, op, gives, i, tuple(x.shape), x.dtype, lying(x, self._axes), spec, value)
+        ways = self.found.setdefault(one.place, {})
+        same = ways.get(spec)
+        ways[spec] = one if same is None else replace(same, value=same.value and value, count=same.count + 1)
 
 
-def moves(recorded: Recording, layouts: Layouts) -> list[MoveToWrite]:
-    """Where the vote would differ from a layout: values that are to move before a call, in the order of the calls."""
-    walk = _Walk(recorded, layouts)
-    for node in calls(recorded.graph):
-        walk.pass_by(node)
-    counts: dict[MoveToWrite, int] = {}
-    for one in walk.found:
-        counts[one] = counts.get(one, 0) + 1
-    return [MoveToWrite(*_fields(one), count=n) for one, n in counts.items()]
+class _ChosenValues:
+    """How the values that a step's code sees lie in a chosen layout.
 
-
-def _fields(move: MoveToWrite) -> tuple[Any, ...]:
-    return move.line, move.value, move.kind, move.spec, move.op, move.backward
-
-
-class _Walk:
-    """The calls in order, with how values lie once the moves that were found are written.
-
-    What has moved can be named both ways: as it was, and as it is since. Gradients come back in the layouts of what they are
-    of, and what `with_sharding` moves comes back in the backward pass: these moves nobody writes. What the backward pass needs
-    of the forward pass moves there.
+    Attributes:
+        given, gives: the nodes of what calls are given and give, by the number of the call, and which tensor it is.
     """
 
     def __init__(self, recorded: Recording, layouts: Layouts) -> None:
-        self.layouts, self.axes = layouts, dict(layouts.mesh)
-        self.described = {x.node: x for x in described(recorded.graph)}
-        self.paths = dict(zip(recorded.placeholders, recorded.paths))
-        self.lies: dict[fx.Node, list[P]] = {}  # the last is the newest
-        self.parts: dict[fx.Node, Sequence[P]] = {}
-        self.arguments: set[tuple[torch.Size, P]] = set()
-        self.back: set[tuple[torch.Size, P]] = set()  # what moves back in the backward pass
-        self.votes: dict[Any, tuple[fx.Node, fx.Node, P]] = {}  # moves by votes, by that of the cotangent
-        self.found: list[MoveToWrite] = []
-        for node, spec in zip(recorded.placeholders, layouts.inputs, strict=True):
-            if spec is not None:
-                self.lies[node] = [normal(spec, self.axes, value(node).shape)]
-                self.arguments.add((value(node).shape, self.lies[node][0]))
+        graph, self._layouts, self._axes = recorded.graph, layouts, dict(layouts.mesh)
+        self.given, self.gives = shown(graph, GIVEN), shown(graph, GIVES)
+        self._described = {x.node: x for x in described(graph)}
+        self._made: dict[fx.Node, P | None] = dict(zip(recorded.placeholders, layouts.inputs, strict=True))
+        for node in calls(graph):
+            self._made[node] = self._made_by(node)
+        self._wanted: dict[Any, list[P]] = {}
 
-    def pass_by(self, node: fx.Node) -> None:
-        """Compare a call's vote with what is stated, and note how its results lie."""
-        stated = self.layouts.calls.get(node.name)
-        if node.target is operator.getitem:
-            whole, part = node.args
-            tensors = [i for i, x in enumerate(value(whole)) if isinstance(x, torch.Tensor)]  # type: ignore[arg-type]
-            if part in tensors:
-                self.lies[node] = [self.parts[whole][tensors.index(part)]]  # type: ignore[index, arg-type]
-            return
-        given = operands(node)
-        if stated is None:
-            outs = self._vote(node, [self.lies[x][-1] for x in given])[1]
-        else:
-            ins = [normal(spec, self.axes, value(x).shape) for x, spec in zip(given, stated.ins, strict=True)]
-            outs = [normal(spec, self.axes, x.shape) for x, spec in zip(results(node), stated.outs, strict=True)]
-            lying = [spec if spec in self.lies[x] else self.lies[x][-1] for x, spec in zip(given, ins)]
-            if self._vote(node, lying) != (ins, outs):
-                for x, lies, spec in zip(given, lying, ins):
-                    if lies != spec:
-                        self._move(node, x, lies, spec)
-            elif "backward" not in node.meta:
-                for x, lies, spec in zip(given, lying, ins):
-                    if lies != spec:
-                        self.votes.setdefault((value(x).shape, spec, P(*lies)), (node, x, lies))
-        self.parts[node] = outs
-        if outs and isinstance(value(node), torch.Tensor):
-            self.lies[node] = [outs[0]]
+    def _made_by(self, node: fx.Node) -> P | None:
+        whole, part = node.args if node.target is operator.getitem else (node, None)
+        stated = self._layouts.calls.get(whole.name)  # type: ignore[union-attr]
+        if stated is None or (part is None and len(stated.outs) != 1):
+            return None
+        tensors = [i for i, x in enumerate(value(whole)) if isinstance(x, torch.Tensor)] if part is not None else [None]  # type: ignore[arg-type]
+        return stated.outs[tensors.index(part)] if part in tensors else None  # type: ignore[arg-type]
 
-    def _vote(self, node: fx.Node, lying: Sequence[P]) -> tuple[list[P], list[P]]:
-        """How a call's arguments and results would lie by its rule."""
-        one = self.described.get(node)
-        if one is None or one.rule is None or not lying:
-            return [P()] * len(lying), [P() for _ in results(node)]
-        shapes = [None if x is None else tuple(x.shape) for x in one.outs]
-        found = solved(one.rule, list(zip(lying, one.shapes, strict=True)), shapes, self.axes, ())
-        targets = [normal(spec, self.axes, shape) for spec, shape in zip(found.targets, one.shapes)]
-        pairs = zip(found.outs, shapes, strict=True)
-        return targets, [normal(spec, self.axes, shape) for spec, shape in pairs if shape is not None]
+    def made(self, node: fx.Node) -> P | None:
+        """How a value lies as it is made."""
+        spec = self._made.get(node)
+        return None if spec is None else self._normal(spec, node)
 
-    def _move(self, node: fx.Node, x: fx.Node, lies: P, spec: P) -> None:
-        """Note that a value is to move before a call; it can be named so from then on."""
-        shape, backward = value(x).shape, "backward" in node.meta
-        finished = "backward" in x.meta and not backward and (shape, spec) in self.arguments
-        comes_back = backward and (shape, spec) in self.back
-        self.lies[x].append(spec)
-        if finished or comes_back:
-            return
-        if backward and "backward" not in x.meta:
-            node, backward = self._first_use(x, spec) or node, False
-        elif backward and (made := self.votes.get((shape, lies, spec))) is not None:
-            spec, backward = lies, False  # the vote's move does not come back, a written one does
-            node, x, lies = made
-            self.lies[x].append(spec)
-        elif backward and not self._travels(x, lies, spec):
-            return
-        what = self.paths.get(x) or f"what {name_of(x) or 'a call'} gives at {place(x.meta.get('line') or '?')}"
-        kind = type_text(shape, value(x).dtype, lies)
-        if not backward:
-            self.back.add((shape, P(*lies)))
-        self.found.append(MoveToWrite(node.meta.get("line") or "?", what, kind, spec, name_of(node), backward))
+    def wanted(self, node: fx.Node, call: int | None = None) -> list[P]:
+        """The ways in which those who read a value in the forward pass want it; of one call, or of all."""
+        key = node, call
+        if key not in self._wanted:
+            found = dict[P, None]()
+            for user in node.users:
+                stated = self._layouts.calls.get(user.name)
+                if "backward" in user.meta or stated is None or call not in (None, user.meta.get(CALL)):
+                    continue
+                ins = [spec for x, spec in zip(operands(user), stated.ins, strict=True) if x is node]
+                found.update(dict.fromkeys(self._before_view(user, node, self._normal(spec, node)) for spec in ins))
+            self._wanted[key] = list(found)
+        return self._wanted[key]
 
-    def _travels(self, x: fx.Node, lies: P, spec: P) -> bool:
-        """Whether a move is more than that each rank takes its part."""
-        steps = plan(tuple(value(x).shape), tuple(self.axes.items()), lies, spec)
-        return any(step.kind not in LOCAL_KINDS for step in steps)
+    def _normal(self, spec: P, node: fx.Node) -> P:
+        return normal(spec, self._axes, value(node).shape)
 
-    def _first_use(self, x: fx.Node, spec: P) -> fx.Node | None:
-        """The first call of the forward pass that is given a value, if it is to lie so there, too."""
-        for user in x.users:
-            stated = self.layouts.calls.get(user.name)
-            if "backward" not in user.meta and stated is not None:
-                ins = [one for y, one in zip(operands(user), stated.ins) if y is x]
-                if any(normal(one, self.axes, value(x).shape) == spec for one in ins):
-                    return user
-        return None
+    def _before_view(self, view: fx.Node, node: fx.Node, spec: P) -> P:
+        """How a value is to lie that a view in the same call shows to one that wants it otherwise: so that the view lies as
+        that one wants it."""
+        one, made = self._described.get(view), self.made(view)
+        if one is None or one.rule is None or not one.is_view or made is None or spec != self.made(node):
+            return spec
+        ways = self.wanted(view, view.meta.get(CALL)) if CALL in view.meta else []
+        if len(ways) != 1 or ways[0] == made:
+            return spec
+        shapes = tuple(value(node).shape), tuple(value(view).shape)
+        for way in _all_ways(self._axes, len(shapes[0]), spec.unreduced):
+            found = solved(one.rule, [(way, shapes[0])], [shapes[1]], self._axes, ())
+            moves_nothing = self._normal(found.targets[0], node) == self._normal(way, node)
+            if moves_nothing and self._normal(found.outs[0], view) == ways[0]:
+                return self._normal(way, node)
+        return spec
+
+
+def _all_ways(axes: Mapping[str, int], dims: int, unreduced: Any) -> list[P]:
+    """All ways in which a value may lie; sums over these axes alone."""
+    found = list[P]()
+    for chosen in itertools.product([None, *range(dims), -1], repeat=len(axes)):
+        sums = {axis for axis, dim in zip(axes, chosen) if dim == -1}
+        if sums <= set(unreduced):
+            names = (tuple(axis for axis, at in zip(axes, chosen) if at == dim) for dim in range(dims))
+            found.append(P(*names, unreduced=sums))
+    return found

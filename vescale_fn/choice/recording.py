@@ -25,6 +25,7 @@ from ..plan.tracing.guards import Captured
 from ..plan.tracing.recorder import Unrecordable
 from ..plan.tracing.trace import Recorded, trace_flat
 from .apply_calls import CallFacts, facts
+from .user_calls import GIVEN, GIVES, NotedCalls, UserCall
 
 _INSTEAD = "torch.where for `if`, tensors for numbers; what cannot be recorded, outside of the step"
 
@@ -56,6 +57,7 @@ class Recording:
         paths: of each placeholder what it is in the user's words: ``params['w']``, or ``constant 0``.
         leaves: of each placeholder the place of its leaf among the arguments' leaves; None for a constant.
         results: of each leaf of the result the node that gives it; None where it is no value of the graph.
+        user_calls: the functions of torch that its own code calls.
     """
 
     f: Callable[..., Any]
@@ -67,6 +69,7 @@ class Recording:
     paths: tuple[str, ...]
     leaves: tuple[int | None, ...]
     results: tuple[fx.Node | None, ...]
+    user_calls: tuple[UserCall, ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -89,7 +92,7 @@ def record(step: Callable[..., Any], *args: Any) -> Recording:
     name = getattr(step, "__name__", type(step).__name__)
     call = JitCall(step, tree.map_(_shape_of, args), {}, None, None)
     try:
-        recorded = trace_flat(call.function, call.leaves, call.names(), call.treedef)
+        recorded = trace_flat((notes := NotedCalls()).around(call.function), call.leaves, call.names(), call.treedef)
     except Unrecordable as why:
         reason = why.reason if why.line == "?" else f"{why.reason}, at {source_lines.quoted(why.line)}"
         raise TransformError(report("auto", f"{name} cannot be recorded", [reason], _INSTEAD)) from None
@@ -101,9 +104,8 @@ def record(step: Callable[..., Any], *args: Any) -> Recording:
     names, places = call.names(), [i for i, x in enumerate(call.leaves) if _is_input(x)]
     paths = [names[i] for i in places] + [f"constant {i}" for i in range(len(recorded.constants))]
     leaves = (*places, *[None] * len(recorded.constants))
-    return Recording(
-        step, name, call, recorded, captured, graph, tuple(paths), leaves, tuple(_results(recorded, graph, places))
-    )
+    results = tuple(_results(recorded, graph, places))
+    return Recording(step, name, call, recorded, captured, graph, tuple(paths), leaves, results, tuple(notes.noted))
 
 
 def _shape_of(x: Any) -> Any:
@@ -119,7 +121,10 @@ def _unnamed(graph: fx.Graph) -> fx.Graph:
     hot = changed(graph)
     for node in list(calls(graph)):
         if name_of(node) in ("detach", "alias") and node not in hot:
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            (same,) = node.all_input_nodes
+            for name in {GIVEN, GIVES} & {*node.meta}:
+                same.meta[name] = (*same.meta.get(name, ()), *node.meta[name])
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
     return graph
 

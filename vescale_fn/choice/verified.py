@@ -40,6 +40,9 @@ class Verified:
         memory: the bytes to which its plan is held (`jit`), where it would need more by itself.
         step: to be run as it is written, with its arguments as `layouts` says; None: the recorded one, carried out in
             `layouts`.
+        written: of one that is carried out call by call: its step as it is best written, with the price of that, where that
+            was asked for.
+        unwritten: in words, why that was not found; "" where it was, or was not asked for.
     """
 
     layouts: Layouts
@@ -49,6 +52,8 @@ class Verified:
     name: str = ""
     memory: int | None = None
     step: Callable[..., Any] | None = None
+    written: Verified | None = None
+    unwritten: str = ""
 
     @property
     def held(self) -> str:
