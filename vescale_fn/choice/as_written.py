@@ -27,9 +27,7 @@ from .verified import Verified, priced_as, specs_of
 from .written import MoveToWrite, WrittenStep
 
 _NEAR = 1.005  # times the seconds of the fastest way: so much counts as as fast
-_CALLS = (
-    4000  # of a recorded step: each way is recorded and priced anew, which of more calls takes longer than it is worth
-)
+_CALLS = 4000  # of a recorded step: of more, recording and pricing each way anew takes longer than it is worth
 _HERE = os.path.dirname(__file__)
 
 

@@ -27,7 +27,7 @@ from .recording import Recording
 from .search.described import described
 from .search.layouts import Layouts
 from .user_calls import CALL, GIVEN, GIVES, UserCalls, called, shown
-from .written import RETURNS, MoveToWrite, is_laid_out, lying, moved_in
+from .written import RETURNS, MoveToWrite, is_laid_out, lying, moved_in, returned
 
 
 class LinesToWrite(UserCalls):
@@ -129,20 +129,16 @@ class LinesToWrite(UserCalls):
 
     def _returned(self, out: Any) -> Any:
         """The result, where it is to lie."""
-        leaves, treedef = tree.flatten(out)
-        if len(leaves) != len(self._outputs):
-            return out
+        leaves = tree.leaves(out)
         code = getattr(getattr(self._recorded.f, "func", self._recorded.f), "__code__", None)
         line = "?" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-        for i, (x, spec) in enumerate(zip(leaves, self._outputs)):
+        for x, spec in zip(leaves, self._outputs) if len(leaves) == len(self._outputs) else ():
             if spec is None or not is_laid_out(x):
                 continue
-            goal, lies = normal(spec, self._axes, x.shape), lying(x, self._axes)
-            if goal != lies:
-                if P(*lies) != P(*goal):  # a sum that is returned is added up
-                    self._note(line, RETURNS, True, 0, x, goal)
-                leaves[i] = next(iter(op_arguments.tensors_in(moved_in([x], {0: goal}))))
-        return tree.unflatten(treedef, leaves)
+            goal = normal(spec, self._axes, x.shape)
+            if P(*lying(x, self._axes)) != P(*goal):  # a sum that is returned is added up
+                self._note(line, RETURNS, True, 0, x, goal)
+        return returned(out, self._outputs)
 
     def _note(
         self, line: str, op: str, gives: bool, i: int, x: torch.Tensor, spec: P, node: fx.Node | None = None

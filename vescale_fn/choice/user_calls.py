@@ -18,11 +18,8 @@ from torch import fx
 from .._core import torch_internals
 from .._core.base import op_arguments, source_lines
 
-CALL, GIVEN, GIVES = (
-    "user_call",
-    "user_given",
-    "user_gives",
-)  # what is noted of nodes: the number of a call, and places in it
+# What is noted of nodes: the number of a call, and places in it.
+CALL, GIVEN, GIVES = "user_call", "user_given", "user_gives"
 _TORCH = torch.__path__[0]
 
 
