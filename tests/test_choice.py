@@ -333,6 +333,25 @@ def test_where_a_step_is_not_written_the_choice_says_why(choice, monkeypatch):
         _ = choice.of([one]).moves
 
 
+def test_a_written_step_lays_its_results_out_and_takes_what_it_was_recorded_for_alone():
+    def step(x):
+        return 2 * x
+
+    recorded = record(step, x := torch.randn(8, 4))
+    layouts = Layouts({"d": 2}, (P("d"),), {}, (P(None, "d"),))
+    with vfn.simulate(2):
+        given = vfn.shard(x, vfn.make_mesh(2, "d"), P("d"))
+        found = (finder := LinesToWrite(recorded, layouts)).run(given)
+        (line,) = finder.lines()
+        written = WrittenStep(recorded, [line], layouts)
+        assert (line.op, line.lies, line.spec) == ("return", P("d"), P(None, "d"))
+        for new in (found, written(given)):
+            assert vfn.spec_of(new) == P(None, "d")
+            assert torch.equal(vfn.unshard(new), 2 * x)
+        with pytest.raises(vfn.errors.SpecError, match=r"x was f32\[8,4\] and is f32\[8@d,2\]"):
+            written(given[:, :2])
+
+
 def scanned(p, x):
     return vfn.scan(lambda x, w: (x @ w, None), x, p)[0].sum()
 
