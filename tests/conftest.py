@@ -75,6 +75,14 @@ def pytest_collection_finish(session):
         _pool.append(Pool())
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Garbage goes with the file that has made it: a process that has grown is slow to fork, and slow to look through."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_unconfigure():
     while _pool:
         _pool.pop().close()

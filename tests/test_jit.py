@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import PROGRAMS, Program
+from whole import part
 
 import vescale_fn as vfn
 from vescale_fn import P
@@ -253,8 +254,8 @@ def test_functions(name):
     assert g.cache_info()[:3] == (1, 1, 0)
 
 
-def _functions_on(mesh):
-    for name, (f, args) in FUNCTIONS.items():
+def _functions_on(mesh, names=tuple(FUNCTIONS)):
+    for name, (f, args) in ((name, FUNCTIONS[name]) for name in names):
         laid = [vfn.shard(x, mesh, P("b")) if torch.is_tensor(x) and x.ndim == 2 else x for x in args]
         g = vfn.jit(f)
         for _ in range(2):
@@ -262,15 +263,15 @@ def _functions_on(mesh):
         assert g.cache_info()[:3] == (1, 1, 0), name
 
 
-def _functions_on_real_ranks():
+def _functions_on_real_ranks(names):
     torch.set_num_threads(1)
-    _functions_on(vfn.make_mesh((1, 3), ("a", "b")))
+    _functions_on(vfn.make_mesh((1, 3), ("a", "b")), names)
 
 
 def test_functions_on_arrays(gloo):
     with vfn.simulate(6):
         _functions_on(vfn.make_mesh((2, 3), ("a", "b")))
-    gloo(3, _functions_on_real_ranks)
+    gloo(3, _functions_on_real_ranks, [*part(FUNCTIONS, 3), "the truth of a mask"])
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -1747,11 +1748,12 @@ def test_recordings_grow_old_at_once_but_for_some(monkeypatch):
     """Or Python, which counts what grows old in its way, would not look for garbage among what recordings have left."""
     frozen = []
     monkeypatch.setattr(gc, "get_stats", lambda: [{"collections": -7}])
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(("old", gc.isenabled())))
+    monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append("again"))  # not what the tests themselves have frozen
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
     for n in range(6):
         vfn.jit(lambda x: x + 1)(torch.ones(n + 1))
-    assert frozen == [False] * 4
+    assert frozen == [("old", False), "again"] * 4
     assert gc.isenabled()
 
 

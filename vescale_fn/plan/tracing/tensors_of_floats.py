@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..._core import torch_internals
 from ..._core.arrays.array import Array
 
 _MOST = 64  # numbers of one tensor
@@ -77,7 +78,8 @@ def _filled(recorder: Any, func: Any, data: Any, kwargs: dict[str, Any]) -> torc
     if type(data) not in (list, tuple):
         return torch.full((), data, **kwargs)
     needs_gradient = kwargs.pop("requires_grad", False)
-    shape = torch.tensor(_zeros(data), device="meta").shape  # which raises what torch says of lists that do not fit
+    with torch_internals.unrecorded():  # torch 2.15 would show the recording this tensor, too
+        shape = torch.tensor(_zeros(data), device="meta").shape  # which raises what torch says of lists that do not fit
     return torch.stack([torch.full((), x, **kwargs) for x in numbers]).view(shape).requires_grad_(needs_gradient)
 
 
