@@ -56,12 +56,14 @@ def meshes(ranks: int, nodes: int = 1) -> list[dict[str, int]]:
 
     >>> meshes(16, nodes=2)[:4]
     [{'dp': 16}, {'replica': 2, 'dp': 8}, {'dp': 8, 'tp': 2}, {'dp': 4, 'tp': 4}]
+    >>> meshes(4)
+    [{'dp': 4}, {'dp': 2, 'tp': 2}, {'dp': 2, 'cp': 2}, {'dp': 2, 'ep': 2}]
     """
     node = ranks // nodes
     inner = [n for n in (2, 4, 8) if node % n == 0]
     found = [{"dp": ranks}, *[{"replica": nodes, "dp": node}] * (nodes > 1)]
     found += [{"dp": ranks // n, "tp": n} for n in inner]
-    found += [{"dp": ranks // n, axis: n} for axis in ("cp", "ep") for n in inner[-1:]]
+    found += [{"dp": ranks // n, axis: n} for axis in ("cp", "ep") for n in [n for n in inner if n < ranks][-1:]]
     return [mesh for mesh in found if min(mesh.values()) > 1]
 
 
