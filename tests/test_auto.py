@@ -60,6 +60,10 @@ def test_it_says_which_meshes_it_did_not_search() -> None:
     choice = vfn.auto(pair, *PAIR, mesh=[{"tp": 8}, {"dp": 2}], **how)
     assert repr(choice).endswith("\n  not searched: " + choice.left_out[0])
     assert re.fullmatch(r"mesh \(dp=2\): calls alone take 3\.\d\d times what another mesh takes", choice.left_out[0])
+    assert "not proved" not in repr(choice)
+    choice.ranked = (replace(choice.ranked[0], found=replace(choice.ranked[0].found, within=0.0333)),)
+    assert "not proved to be the best on this mesh: by the search's prediction another" in repr(choice)
+    assert "may be up to 3.3 % faster\n" in repr(choice)
     small = vfn.auto(pair, *PAIR, mesh=[{"tp": 8}, {"dp": 2}], memory="480 MiB", **how)
     assert small.left_out[0].startswith("mesh (dp=2): any layout needs at least ")
 

@@ -1,9 +1,11 @@
 """A chosen layout of a step, carried out: values, dtypes and layouts as on one device, whatever the layout."""
 
 import functools
+import itertools
 import json
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,7 +29,10 @@ from vescale_fn.choice.search.best import NothingFits
 from vescale_fn.choice.search.described import described
 from vescale_fn.choice.search.highs import Deadline
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
+from vescale_fn.choice.search.moves import Moves
+from vescale_fn.choice.search.options import NONE, PARTIAL
 from vescale_fn.choice.search.search import search
+from vescale_fn.choice.search.structure import structure
 from vescale_fn.choice.verified import Verified, priced_as, verified
 from vescale_fn.choice.written import MoveToWrite, WrittenStep
 
@@ -40,10 +45,6 @@ def test_sampled_layouts():
     for name in ("2:36", *(f"1:{i}" for i in range(some(4, 40)))):
         with vfn.simulate(8):
             assert not fault(name), name
-
-
-def test_sampled_layouts_on_real_ranks(gloo):
-    assert gloo(4, faults_on_ranks, [f"3:{i}" for i in range(some(3, 12))]) == [{}] * 4
 
 
 def step(w, x, lr):
@@ -264,6 +265,91 @@ def test_with_its_moves_written_a_step_communicates_as_in_the_layout(name):
             logs.append({op: log.bytes(op) for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")})
     assert logs[0] == logs[1] == logs[2]
     assert (logs[0] != logs[3]) == bool(said)
+
+
+def by_policy(reduce="f32", **moved):
+    policy = vfn.precision.policy(f"params=f32,compute=bf16,reduce={reduce},output=f32")
+
+    def step(p, x, y):
+        loss = lambda p, x, y: two_products(p, x, y, **moved)
+        loss, gradient = vfn.value_and_grad(policy.apply(loss))(p, x, y)
+        return loss, vfn.tree.map(lambda p, g: p - g, p, gradient)
+
+    return step
+
+
+CASTS = "_to_copy_default_6", "_to_copy_default_7"  # of gradients, which are partial sums
+SUMMED = {  # the lines that say so, arguments, calls that read sums, results
+    "gradients": ({}, (P(), P(), D, D), {name: [P()] for name in CASTS}, (P(), P(), P())),
+    "parts of gradients": (
+        {},
+        (D, D, D, D),
+        {f"mm_default{x}": [D, P()] for x in ("", "_1", "_3")} | {name: [D] for name in CASTS},
+        (P(), D, D),
+    ),
+    "activations": (
+        {"out": lambda y: vfn.with_sharding(y, P())},
+        (D, COLUMNS, P(), P()),
+        {"sub_tensor": [P(), P()]},
+        (P(), D, COLUMNS),
+    ),
+}
+
+
+def sums(log):
+    """How many bytes are added up in each dtype, and how; several values may be one collective."""
+    found = Counter[str]()
+    for one in log:
+        if one.op in ("all_reduce", "reduce_scatter"):
+            found[f"{one.op} {one.dtype}"] += one.bytes
+    return found
+
+
+def wrong_sums():
+    """The layouts whose sums are not made as in a step that says so itself, or come to something else."""
+    torch.manual_seed(5)
+    args, wrong = ({"down": torch.randn(32, 16), "up": torch.randn(16, 32)}, *torch.randn(2, 64, 16)), {}
+    for (name, (moved, inputs, stated, outputs)), reduce in itertools.product(SUMMED.items(), ("f32", "bf16")):
+        recorded = record(by_policy(reduce), *args)
+        layouts, found = voted(recorded, {"d": 4}, inputs, stated, outputs), []
+        mesh = vfn.make_mesh(4, "d")
+        given = vfn.shard(args, mesh, ({"down": inputs[0], "up": inputs[1]}, *inputs[2:]))
+        for f in (applied(recorded, layouts), by_policy(reduce, **moved)):
+            with vfn.comm_log() as log:
+                out = f(*given)
+            found.append((sums(log), vfn.tree.leaves(vfn.unshard(out))))
+        (chosen, a), (written, b) = found
+        same = all(map(torch.equal, a, b)) and chosen == written
+        if reduce == "f32" and not same or reduce == "bf16" and not any("bf16" in how for how in chosen):
+            wrong[name, reduce] = chosen, written, [(x - y).abs().max().item() for x, y in zip(a, b)]
+    return wrong
+
+
+def test_sums_are_made_in_the_dtype_of_a_policy():
+    with vfn.simulate(4):
+        assert not wrong_sums()
+
+
+def test_a_search_counts_sums_in_the_dtype_of_a_policy():
+    S, moves = vfn.ShapeDtype, Moves({"d": 4}, vfn.hardware.h100())
+    rows = S((64, 16), torch.float32)
+    args = {"down": S((32, 16), rows.dtype), "up": S((16, 32), rows.dtype)}, rows, rows
+    for reduce, nbytes in (("f32", 4), ("bf16", 2)):
+        found = structure(record(by_policy(reduce), *args), {})
+        products = {site for n, site in found.number.items() if found.reps[n].name == "mm"}
+        sizes = {one.itemsizes for one in found.readers if one.site in products}
+        assert sizes == {(2, nbytes)}
+        sent = lambda lies, sizes=sizes: moves((64,), *min(sizes), *lies).steps[0][2]
+        assert sent(((PARTIAL,), (0,))) == sent(((PARTIAL,), (NONE,))) == 64 * nbytes
+        assert sent(((0,), (NONE,))) == 16 * 2  # a gather
+
+
+def on_ranks(names):
+    return faults_on_ranks(names), wrong_sums()
+
+
+def test_sampled_layouts_and_sums_on_real_ranks(gloo):
+    assert gloo(4, on_ranks, [f"3:{i}" for i in range(some(3, 12))]) == [({}, {})] * 4
 
 
 def blocks(p, x, y):

@@ -22,7 +22,7 @@ from vescale_fn._core.arrays.stated_layout import stated
 from vescale_fn._core.sharding.placements import normal
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.recording import record
-from vescale_fn.choice.search import options
+from vescale_fn.choice.search import options, solver
 from vescale_fn.choice.search.again import add_repeats
 from vescale_fn.choice.search.best import best, floor, least_peak
 from vescale_fn.choice.search.held import held
@@ -30,8 +30,9 @@ from vescale_fn.choice.search.highs import Deadline, OutOfTime
 from vescale_fn.choice.search.in_pairs import best_in_pairs
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.moves import spec_of_dims
+from vescale_fn.choice.search.priced import Priced
 from vescale_fn.choice.search.program import program
-from vescale_fn.choice.search.search import replaced, search, structure_of
+from vescale_fn.choice.search.search import on_mesh, replaced, search, structure_of
 from vescale_fn.choice.search.shapes import mesh_shapes, searched
 from vescale_fn.choice.search.solver import Choices
 from vescale_fn.choice.search.structure import structure
@@ -100,6 +101,9 @@ def brute_force(made, below: float, memory: float | None) -> list[int] | None:
     copies = [
         [(made.groups[k], live) for k, live in holds.copies.items() if last(made.groups[k]) == i] for i in range(n)
     ]
+    # held as who reads them wants them, if that is smaller
+    early = {key: made.groups[k] for key, k in holds.early.items()}
+    values = [[key for key in holds.values if (last(early[key]) if key in early else key[0]) == i] for i in range(n)]
     rest = [sum(s.count * min(o.seconds for o in s.options) for s in made.sites[i:]) for i in range(n + 1)]
     chosen, best_ = [0] * n, [below, None]
 
@@ -110,9 +114,10 @@ def brute_force(made, below: float, memory: float | None) -> list[int] | None:
         site = made.sites[i]
         for k, option in enumerate(site.options):
             chosen[i], more, bytes_ = k, cost + site.count * option.seconds, needs
-            for u, part in holds.values:
-                if u == i:
-                    bytes_ = bytes_ + holds.live(u, part, option) * holds.bytes(u, part, option.outs[part])
+            for u, part in values[i]:
+                of = made.sites[u].options[chosen[u]]
+                lies = [of.outs[part], *(holds.wanted(early[u, part], chosen) if (u, part) in early else ())]
+                bytes_ = bytes_ + holds.live(u, part, of) * min(holds.bytes(u, part, x) for x in lies)
             for group in groups[i]:
                 before = made.sites[group.site].options[chosen[group.site]].outs[group.part]
                 more += sum(made.price(group, before, after) for after in holds.wanted(group, chosen))
@@ -139,17 +144,55 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
     made = program(structure(recording, ties), axes, vfn.hardware.h100(2), keeps=seed % 2 == 0)
     if math.prod(len(site.options) for site in made.sites) > MOST:
         made = program(structure(recording, ties), {"a": 2}, vfn.hardware.h100(2), keeps=seed % 2 == 0)
-    ((_, seconds, peak, _, _),) = best(made, None)
+    ((_, seconds, peak, *_),) = best(made, None)
     assert brute_force(made, seconds * CLOSE, None) is None
     memory = peak * rng.choice((0.98, 0.9, 0.7))
     try:
-        ((chosen, seconds, peak, _, _),) = best(made, memory)
+        ((chosen, seconds, peak, *_),) = best(made, memory)
     except vfn.errors.VfnError:
         assert brute_force(made, math.inf, memory) is None
+        assert Priced(Choices(made), held(made), memory, Deadline(60)).first() is None
     else:
         assert peak <= memory
         assert seconds == pytest.approx(made.seconds(chosen), rel=1e-12)
         assert brute_force(made, seconds * CLOSE, memory) is None
+        near = Priced(Choices(made), held(made), memory, Deadline(60)).first()  # as if it were large
+        if near is not None:
+            assert near.least * CLOSE <= seconds <= near.seconds / CLOSE
+            assert near.seconds == made.seconds(near.chosen)
+            assert held(made).by_moment(near.chosen).max() == near.bytes <= memory
+
+
+def test_others_lay_an_argument_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next best is the best of those in which at least one large argument does not lie as in the best; what is found by
+    prices of bytes, too."""
+    made = program(structure_of(a_pair()), {"dp": 2, "tp": 4}, vfn.hardware.h100())
+    large = [site.number for site in made.sites if site.of is not None and site.of.is_input]
+    lies = lambda one: tuple(made.sites[n].options[one.chosen[n]].outs[0] for n in large)
+
+    def without(n: int, k: int) -> float:
+        sites = [*made.sites]
+        sites[n] = replace(sites[n], options=[x for i, x in enumerate(sites[n].options) if i != k])
+        return best(replace(made, sites=sites), None)[0].seconds
+
+    first, *rest = best(made, None, 4)
+    assert len({lies(one) for one in (first, *rest)}) == 4
+    assert rest == sorted(rest, key=lambda one: one.seconds)
+    assert rest[0].seconds == pytest.approx(min(without(n, first.chosen[n]) for n in large), rel=1e-3)
+    memory = 0.9 * first.bytes
+    ((_, seconds, *_),) = best(made, memory)
+    monkeypatch.setattr(solver, "_SMALL", 0)
+    found = best(made, memory, 3)
+    assert first.seconds < seconds * CLOSE <= found[0].seconds <= 1.01 * seconds
+    assert len({lies(one) for one in found}) == 3
+    for one in found:
+        assert held(made).by_moment(one.chosen).max() == one.bytes <= memory
+        assert made.seconds(one.chosen) == one.seconds >= one.least
+    assert found[0].least <= seconds / CLOSE
+    assert not found[0].proven
+    assert on_mesh(made, memory, 1, Deadline(60))[0].within == 1 - found[0].least / found[0].seconds > 0
+    with pytest.raises(vfn.errors.VfnError, match="no layout was found on .* that needs as little(.*\n)*.*the least"):
+        best(made, 2**20)
 
 
 @pytest.mark.parametrize("name", sorted({*RECORDED, "zeros"}) if whole.WHOLE else ("shapes", "zeros"))
@@ -423,10 +466,10 @@ def test_meshes_on_which_nothing_can_be_as_good_are_left_out_with_the_reason() -
     assert {str(one.layouts.mesh) for one in found} == {"{'dp': 8}"}
     assert "mesh (dp=2): calls alone take" in left_out.pop()
     made = program(structure_of(recording), {"dp": 8}, hardware)
-    ((_, seconds, peak, _, _),) = best(made, None)
+    ((_, seconds, peak, *_),) = best(made, None)
     assert 0 < floor(made)[0] <= seconds
     assert 0 < floor(made)[1] <= least_peak(made, held(made), Deadline(60)) <= peak
-    searched(recording, [{"dp": 8}, {"dp": 2}], hardware, memory=found[-1].bytes, left_out=left_out)
+    searched(recording, [{"dp": 8}, {"dp": 2}], hardware, memory=min(one.bytes for one in found), left_out=left_out)
     assert "mesh (dp=2): any layout needs at least" in left_out.pop()
 
 

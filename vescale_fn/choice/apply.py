@@ -28,11 +28,12 @@ from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.traced_float import Number
 from .apply_calls import Calls, early_moves, results
 from .by_name import placed
-from .recording import Recording
+from .recording import Recording, last_uses
 from .search.layouts import Layouts
+from .search.sums import Widened, sums_in, widened
 
 _RECORD = "a choice for these arguments"
-_SETTINGS = [ambient.NAMES.index(name) for name in ("torch's default dtype", "autocast")]
+_SETTINGS = [ambient.NAMES.index(name) for name in ("the dtype of sums", "torch's default dtype", "autocast")]
 
 
 def applied(recorded: Recording, layouts: Layouts, mesh: Any = None) -> Callable[..., Any]:
@@ -114,8 +115,25 @@ class Applied:
         functools.update_wrapper(self, recorded.f)
         self.recorded, self.layouts, self._mesh = recorded, layouts, mesh
         self.__name__ = recorded.name
-        about = recorded.about
-        self._early = early_moves(about.calls, layouts.calls, {*about.hot, *output(recorded.graph).all_input_nodes})
+        about, kept = recorded.about, output(recorded.graph).all_input_nodes
+        self._early = early_moves(about.calls, layouts.calls, {*about.hot, *kept})
+        self._calls, self._ends, self._stated = list(about.calls), about.ends, dict(layouts.calls)
+        if behind := widened([*about.calls], layouts.calls, about.hot):
+            self._widen(behind, kept)
+
+    def _widen(self, behind: Mapping[fx.Node, Widened], kept: Sequence[fx.Node]) -> None:
+        """Have partial sums cast as soon as they are made, and added up then."""
+        moved = {x for one in behind.values() for x in one.calls}
+        each = ((node, *behind[node].calls) if node in behind else (node,) for node in self._calls if node not in moved)
+        self._calls = [x for some in each for x in some]
+        self._ends = last_uses(self._calls, kept)
+        for made, one in behind.items():
+            for x in (made, *one.calls[:-1]):
+                self._early.pop(x, None)
+            if not one.spec.unreduced:
+                self._early[one.calls[-1]] = one.spec, one.calls[-1]
+            for x in one.calls:  # which the rules do to partial sums as they are
+                del self._stated[x.name]
 
     @torch_internals.not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,16 +194,16 @@ class Applied:
 
     def _run(self, given: Sequence[Any], mesh: Any, at: Callable[[fx.Node], None]) -> list[Any]:
         """What the graph gives."""
-        about, stated = self.recorded.about, self.layouts.calls
+        about = self.recorded.about
         run = Calls(mesh, about.hot, about.calls, self.layouts.keeps)
         for node, x in zip(self.recorded.placeholders, given, strict=True):
             run.hold(node, x)
-        for node in about.calls:
+        for node in self._calls:
             at(node)
-            run.hold(node, run.run(node, stated.get(node.name)))
+            run.hold(node, run.run(node, self._stated.get(node.name)))
             if node in self._early:
                 run.move(node, *self._early[node])
-            for x in about.ends.get(node, ()):
+            for x in self._ends.get(node, ()):
                 run.forget(x)
         gives: Any = output(self.recorded.graph).args[0]
         return [run.given(x) for x in gives]
@@ -255,8 +273,8 @@ def _alike(was: Any, is_: Any) -> bool:
 
 @contextmanager
 def _lines() -> Iterator[Callable[[fx.Node], None]]:
-    """Within the block, what is logged and recorded is of the line, and of the repetition, that a node was recorded with; and
-    nobody looks for a Python loop of the user's."""
+    """Within the block, what is logged and recorded is of the line, and of the repetition, that a node was recorded with, and
+    added up in the dtype that was said there; and nobody looks for a Python loop of the user's."""
     recorder: Any = torch_internals.recorder()
     before = (recorder.said, recorder.said_again, recorder.counted) if recorder is not None else None
     if recorder is not None:
@@ -265,12 +283,15 @@ def _lines() -> Iterator[Callable[[fx.Node], None]]:
     def at(node: fx.Node) -> None:
         line, again = node.meta.get("line") or "", node.meta.get("again")
         state.put(line=line)
+        context.sum_in(sums_in(node))
         if recorder is not None:
             recorder.said, recorder.said_again = line, again
 
+    sums = context.sums_in()
     with context.setting(line=state.now().line):
         try:
             yield at
         finally:
+            context.sum_in(sums)
             if recorder is not None and before is not None:
                 recorder.said, recorder.said_again, recorder.counted = before

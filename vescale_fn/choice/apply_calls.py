@@ -16,7 +16,7 @@ from .._core.arrays.array_values import brought, reason
 from .._core.arrays.decision import Composed
 from .._core.arrays.interpreter import stated_decision
 from .._core.arrays.strides import in_order
-from .._core.base import source_lines
+from .._core.base import context, source_lines
 from .._core.base.errors import SpecError
 from .._core.base.messages import report
 from .._core.sharding.index_map import axes_of
@@ -26,6 +26,7 @@ from .._core.sharding.spec import P
 from ..plan.ir.graph import Step, is_aten, name_of, value, viewed, written
 from ..plan.tracing.traced_float import Number
 from .search.layouts import CallLayout
+from .search.sums import sums_in
 
 _NOT_SO = "a call cannot be carried out as the layout says"
 _BEHIND = -1  # the number of the repetition that a backward pass is
@@ -205,7 +206,7 @@ class Calls:
         if found is None:
             target = normal(spec, self.axes, x.shape)
             why = reason(caller.target, tuple(x.shape), x.dtype, spec_of(x), target)
-            with _again() if (node, spec) in self._before else nullcontext():
+            with _again() if (node, spec) in self._before else nullcontext(), _added_up(node, caller):
                 local = in_order(brought(x, target, why), x)
             found = wrap(local, self.mesh, target, x.shape, tuple(x.stride()))
             if node not in self.hot:  # which later is another value
@@ -271,6 +272,17 @@ def _again() -> Iterator[None]:
         yield
     finally:
         recorder.said_again = None
+
+
+@contextmanager
+def _added_up(node: fx.Node, caller: fx.Node) -> Iterator[None]:
+    """Within the block, what a node gave is added up in the dtype that was said when it, or its reader, was recorded."""
+    before = context.sums_in()
+    context.sum_in(sums_in(node, caller))
+    try:
+        yield
+    finally:
+        context.sum_in(before)
 
 
 def _as_torch_sees(x: Any) -> Any:

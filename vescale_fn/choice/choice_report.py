@@ -56,7 +56,7 @@ def choice_text(
     head = f"{recorded.name} on {mesh_text(best.layouts.mesh)}, {hardware.name}{in_parts}{said}"
     took = f"  predicted {time_text(cost.seconds)} ({', '.join(parts)}), peak {bytes_text(cost.peak)}{limit} a rank"
     held = [f"  {best.held}"] * bool(best.held)
-    lines = [head, took, *held, "", *_arguments(recorded, best.layouts), ""]
+    lines = [head, took, *held, *_unproven(best.found), "", *_arguments(recorded, best.layouts), ""]
     if len(ranked) == 1:
         lines.append("  no other layout was priced")
     else:
@@ -78,6 +78,14 @@ def choice_text(
             *columns(["parts", "mesh", "time", "", "peak"], rows, left=2),
         ]
     return "\n".join(lines)
+
+
+def _unproven(found: Any) -> list[str]:
+    """In words, by how much another layout may be faster than what a search found, where it proved less."""
+    if not (within := getattr(found, "within", 0.0)):
+        return []
+    most = "faster" if within == 1 else f"up to {within:.1%} faster".replace("%", " %")
+    return [f"  not proved to be the best on this mesh: by the search's prediction another layout may be {most}"]
 
 
 def shown(ranked: Sequence[Verified]) -> list[tuple[int, Verified]]:

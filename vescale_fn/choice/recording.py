@@ -24,6 +24,7 @@ from ..plan.tracing import leaves as leaves_
 from ..plan.tracing.guards import Captured
 from ..plan.tracing.recorder import Unrecordable
 from ..plan.tracing.trace import Recorded, trace_flat
+from ..plan.uncollected import uncollected
 from .apply_calls import CallFacts, facts
 from .user_calls import GIVEN, GIVES, NotedCalls, UserCall
 
@@ -80,9 +81,10 @@ class Recording:
     def about(self) -> AboutCalls:
         """What is asked of the calls in every layout."""
         nodes, hot = list(calls(self.graph)), changed(self.graph)
-        return AboutCalls(facts(nodes, hot), hot, _last_uses(nodes, output(self.graph).all_input_nodes))
+        return AboutCalls(facts(nodes, hot), hot, last_uses(nodes, output(self.graph).all_input_nodes))
 
 
+@uncollected()
 def record(step: Callable[..., Any], *args: Any) -> Recording:
     """Record a step for arguments of these shapes; arrays count as what they are on one device. No value is used.
 
@@ -163,7 +165,7 @@ def _results(recorded: Recorded, graph: fx.Graph, places: Sequence[int]) -> list
     return found
 
 
-def _last_uses(nodes: Sequence[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def last_uses(nodes: Sequence[fx.Node], kept: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each call the values that nothing needs behind it."""
     ends: dict[fx.Node, list[fx.Node]] = {}
     seen = set(kept)

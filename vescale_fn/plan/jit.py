@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 from torch import fx
@@ -41,6 +40,7 @@ from .tracing.rank_notes import RecordingNotes
 from .tracing.recorder import Unrecordable
 from .tracing.shared_calls import recorded_once
 from .tracing.trace import Recorded, laid_out, trace
+from .uncollected import uncollected
 
 __tracebackhide__ = tracebacks.between  # of a user's error that only passes through here
 
@@ -234,33 +234,6 @@ def disable_jit() -> contextlib.AbstractContextManager[None]:
     return context.as_written()
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python looks for garbage less often the more there is, but a recording makes so much, all in use, that looking took a
-    quarter of its time: within the block it does not, and what the block has made it takes for old."""
-    again = context.Restored(lambda was: gc.enable() if was else None, gc.isenabled())
-    with again, again:
-        gc.disable()
-        yield
-        _grown_old()
-
-
-_RECORDINGS = 4  # between two collections of all that is old
-_last_full = [-1, 0]  # how many there had been, and how many recordings since
-
-
-def _grown_old() -> None:
-    """Take all objects for old, as if two collections had found them in use. What is garbage among them waits for a collection
-    of the old ones, which Python starts by the number of those that grow old in its way: so some recordings do."""
-    full = gc.get_stats()[-1]["collections"]
-    if full != _last_full[0]:
-        _last_full[:] = full, 0
-    _last_full[1] += 1
-    if _last_full[1] <= _RECORDINGS and not gc.get_freeze_count():
-        gc.freeze()
-        gc.unfreeze()
-
-
 class _Tried(NamedTuple):
     """What comes of recording a function.
 
@@ -334,7 +307,7 @@ class Jitted(Generic[Q, R]):
         if plan is not _NEW:  # a replay sets nothing ambient that an interrupt could leave behind
             self._hits += plan is not None
             return self._run(plan, call)
-        with interrupts.undone(), _uncollected():
+        with interrupts.undone(), uncollected():
             plan, reason = self._made(call)
         call.raised = None
         if plan is not None:
@@ -359,7 +332,7 @@ class Jitted(Generic[Q, R]):
         """The plan for a call, to look at; errors are those of the function `where`, and say what to write instead."""
         plan, reason = self._known(call), ""
         if plan is _NEW or plan is None:
-            with interrupts.undone(), _uncollected():
+            with interrupts.undone(), uncollected():
                 plan, reason = self._made(call)
             if plan is None:
                 cause, call.raised = call.raised, None

@@ -1,8 +1,9 @@
-"""The best choices of a program, in the memory that there is."""
+"""The best choices of a program, in the memory that there is, and the best others."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,30 +13,13 @@ from ...plan.ir.memory_use import bytes_text
 from .held import HeldBytes, held
 from .highs import Deadline, OutOfTime
 from .options import NONE
+from .others import Best, ChoiceSolver, others
+from .priced import Priced
 from .program import Program
 from .solver import Choices
 
 SECONDS = 60.0  # that all solutions of a search have
 _MOMENTS = 20  # that are weighed to tell the least memory
-_OTHER = 0.01  # of the bytes of the arguments: what the next best layouts place differently at least
-
-
-class Best(NamedTuple):
-    """The choices that a search found.
-
-    Attributes:
-        chosen: of each site the number of its option.
-        seconds: what they take.
-        bytes: the most that a rank holds.
-        relaxed: whether the linear relaxation gave them, without a branch.
-        proven: whether there are no better ones.
-    """
-
-    chosen: list[int]
-    seconds: float
-    bytes: float
-    relaxed: bool
-    proven: bool
 
 
 class NothingFits(VfnError):
@@ -43,63 +27,83 @@ class NothingFits(VfnError):
 
 
 def best(made: Program, memory: float | None, candidates: int = 1, deadline: Deadline | None = None) -> list[Best]:
-    """The best choices of a program. Where time ends, those that were found by then.
+    """The best choices of a program, and the best others. Where time ends, those that were found by then.
 
     Raises:
         NothingFits: in the memory.
         OutOfTime: nothing was found by then.
     """
-    deadline = deadline or Deadline(SECONDS)
-    choices, holds = Choices(made), held(made)
-    found: list[Best] = []
-    while len(found) < candidates:
-        try:
-            one = _fitting(choices, holds, memory, deadline)
-        except OutOfTime:
-            if found:
-                break
-            raise
-        if one is None:
-            break
-        found.append(one)
-        inputs = _large_inputs(made)
-        choices.forbid(one.chosen, inputs or range(len(made.sites)))
-    if not found:
-        raise NothingFits(report("auto", *_does_not_fit(made, holds, memory or 0.0, deadline)))
-    return found
+    found = BestChoices(made, memory, deadline or Deadline(SECONDS))
+    return [found.best, *found.others(candidates - 1)]
 
 
-def _fitting(choices: Choices, holds: HeldBytes, memory: float | None, deadline: Deadline) -> Best | None:
-    """The best choices that fit: where too much is held at a moment, that moment is bounded, and all is solved again, until
-    all fits or nothing does. A solver keeps bounds but for its tolerance: one that is exceeded is lowered by as much."""
-    bounds: dict[int, float] = {}
-    while (one := choices.solve(deadline)) is not None:
-        moments = holds.by_moment(one.chosen)
-        moment = int(moments.argmax())
-        peak = float(moments[moment])
-        if memory is None or peak <= memory:
-            return Best(one.chosen, one.seconds, peak, one.relaxed, one.proven)
-        bounds[moment] = bounds[moment] - 2 * (peak - memory) if moment in bounds else memory
-        choices.bound(*holds.row(moment), bounds[moment])
-    return None
+class BestChoices:
+    """The best choices of a program, and the way to others.
+
+    Args:
+        made: the program.
+        memory: that a rank has; None: any.
+        deadline: of all of it.
+
+    Raises:
+        NothingFits: in the memory.
+        OutOfTime: nothing was found by then.
+    """
+
+    def __init__(self, made: Program, memory: float | None, deadline: Deadline) -> None:
+        choices, holds, self._made = Choices(made), held(made), made
+        priced = Priced(choices, holds, memory, deadline) if memory is not None and choices.is_large else None
+        self._way: ChoiceSolver = priced or _Exact(choices, holds, memory, deadline)
+        first = (priced or self._way).first()
+        if first is None:
+            least = priced.smallest if priced is not None else least_peak(made, holds, deadline)
+            raise NothingFits(_does_not_fit(made, memory or 0.0, least, found=priced is not None))
+        self.best = first
+
+    def others(self, count: int, within: float = math.inf) -> list[Best]:
+        """The best others, the fastest first: so many at most, which take no longer than `within`."""
+        return others(self._made, self._way, self.best, count, within)
 
 
-def _large_inputs(made: Program) -> list[int]:
-    """The sites of arguments that are at least a hundredth of all."""
-    inputs = [site for site in made.sites if site.of is not None and site.of.is_input and site.outs[0] is not None]
-    sizes = {
-        site.number: site.count * float(np.prod(site.outs[0].sizes)) * site.of.outs[0].element_size()  # type: ignore[union-attr]
-        for site in inputs
-    }
-    return [n for n, size in sizes.items() if size >= _OTHER * sum(sizes.values())]
+class _Exact:
+    """The best choices, in the memory, if there is a bound: where too much is held at a moment, that moment is bounded, and all
+    is solved again, until all fits or nothing does."""
+
+    def __init__(self, choices: Choices, holds: HeldBytes, memory: float | None, deadline: Deadline) -> None:
+        self.choices, self._holds, self._memory, self._deadline = choices, holds, memory, deadline
+        self._bounds: dict[int, float] = {}
+
+    def first(self, near: bool = False) -> Best | None:
+        """The best choices that fit. A solver keeps bounds but for its tolerance: what exceeds one lowers it by as much."""
+        while (one := self.choices.solve(self._deadline, near)) is not None:
+            moments = self._holds.by_moment(one.chosen)
+            moment, memory = int(moments.argmax()), self._memory
+            peak = float(moments[moment])
+            if memory is None or peak <= memory:
+                return Best(one.chosen, one.seconds, peak, one.relaxed, one.proven, one.least)
+            old = self._bounds.get(moment)
+            self._bounds[moment] = memory if old is None else old - 2 * (peak - memory)
+            self.choices.bound(*self._holds.row(moment), self._bounds[moment])
+        return None
+
+    def bound(self, without: Sequence[int], most: float) -> float:
+        """As of `others.ChoiceSolver`."""
+        with self.choices.without(without):
+            return self.choices.bounded(self._deadline, most)
+
+    def without(self, columns: Sequence[int]) -> Best | None:
+        """As of `others.ChoiceSolver`."""
+        with self.choices.without(columns):
+            return self.first(near=True)
 
 
-def _does_not_fit(made: Program, holds: HeldBytes, memory: float, deadline: Deadline) -> tuple[str, list[str], str]:
-    """By how much the least that is held exceeds the memory."""
-    peak = least_peak(made, holds, deadline)
-    what = f"no layout on {dict(made.moves.axes)} needs as little as {bytes_text(int(memory))}"
-    rows = [f"the least that was found is {bytes_text(int(peak))}, {bytes_text(int(peak - memory))} more"]
-    return what, rows, f"memory={bytes_text(int(peak))!r}, more ranks, or vfn.remat around layers"
+def _does_not_fit(made: Program, memory: float, least: float, found: bool) -> str:
+    """By how much the least that is held exceeds the memory; `found`: of all that was tried, there may be less."""
+    none = "no layout" + " was found" * found
+    what = f"{none} on {dict(made.moves.axes)} that needs" if found else f"{none} on {dict(made.moves.axes)} needs"
+    rows = [f"the least that was found is {bytes_text(int(least))}, {bytes_text(int(least - memory))} more"]
+    fix = f"memory={bytes_text(int(least))!r}, more ranks, or vfn.remat around layers"
+    return report("auto", f"{what} as little as {bytes_text(int(memory))}", rows, fix)
 
 
 def least_peak(made: Program, holds: HeldBytes, deadline: Deadline) -> float:

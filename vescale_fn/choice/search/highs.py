@@ -44,6 +44,10 @@ class Deadline:
         """The seconds that are left."""
         return max(0.0, self._end - time.monotonic())
 
+    def part(self, share: float) -> Deadline:
+        """A share of what is left."""
+        return Deadline(share * self.left)
+
     def error(self) -> OutOfTime:
         """That nothing was found."""
         what = f"the solver found no layout in {self.seconds:g} s"
@@ -57,6 +61,12 @@ def solver_of(lp: Any) -> Any:
     solver.setOptionValue("threads", 1)
     solver.passModel(lp)
     return solver
+
+
+def is_infeasible(solver: Any) -> bool:
+    """Whether what it was given has no solution."""
+    kinds = highs().HighsModelStatus
+    return solver.getModelStatus() in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible)
 
 
 def run(solver: Any, deadline: Deadline) -> None:

@@ -59,7 +59,7 @@ def _restricted(made: Program, keep: Keep, memory: float | None, candidates: int
     sites = [replace(site, options=[site.options[k] for k in of]) for site, of in zip(made.sites, kept)]
     small = replace(made, sites=sites)
     return [
-        one._replace(chosen=[of[k] for of, k in zip(kept, one.chosen)], relaxed=one.relaxed, proven=False)
+        one._replace(chosen=[of[k] for of, k in zip(kept, one.chosen)], proven=False, least=0.0)
         for one in best(small, memory, candidates, deadline)
     ]
 

@@ -11,6 +11,7 @@ from ..._core.sharding.merged_dim import merge
 from ..._core.sharding.spec import P, from_split_axes
 from .options import NONE, PARTIAL, Layout
 
+_SUMS = ("all_reduce", "reduce_scatter")
 _EMBEDDED = 3  # calls that put a rank's part among zeros
 
 
@@ -40,22 +41,23 @@ class Moves:
         self._found: dict[Any, Sent] = {}
         self._plans: dict[Any, list[tuple[str, tuple[str, ...], int]]] = {}
 
-    def __call__(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Sent:
-        """The move of a value whose atoms have these sizes."""
+    def __call__(self, sizes: tuple[int, ...], itemsize: int, summed: int, before: Layout, after: Layout) -> Sent:
+        """The move of a value whose atoms have these sizes, and whose elements so many bytes, in sums as many as `summed`."""
         if before == after:
             return Sent(0.0, ())
-        key = sizes, itemsize, before, after
+        key = sizes, itemsize, summed, before, after
         if key not in self._found:
-            self._found[key] = self._made(sizes, itemsize, before, after)
+            self._found[key] = self._made(sizes, itemsize, summed, before, after)
         return self._found[key]
 
-    def _made(self, sizes: tuple[int, ...], itemsize: int, before: Layout, after: Layout) -> Sent:
+    def _made(self, sizes: tuple[int, ...], itemsize: int, summed: int, before: Layout, after: Layout) -> Sent:
         if all(a == b or (a == NONE and b >= 0) for a, b in zip(before, after)):
             return Sent(0.0, ())  # each rank keeps its part
         used = sorted({k for k in (*before, *after) if k >= 0})
         first, last = (tuple(used.index(k) if k >= 0 else k for k in x) for x in (before, after))
-        total = math.prod(sizes) * itemsize
-        steps = [(kind, axes, total / split) for kind, axes, split in self._steps(len(used), first, last)]
+        total = math.prod(sizes)
+        size = lambda kind: summed if kind in _SUMS else itemsize
+        steps = [(kind, axes, total / split * size(kind)) for kind, axes, split in self._steps(len(used), first, last)]
         alone = sum(self._alone(kind, nbytes) for kind, _, nbytes in steps)
         found = tuple(step for step in steps if step[0] not in reshard_plan.LOCAL_KINDS)
         return Sent(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found) + alone, found)

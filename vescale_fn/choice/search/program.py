@@ -53,7 +53,7 @@ class Group:
         site, part: what makes the value.
         edges: who reads it.
         count: how many values there are.
-        itemsize: the bytes of an element.
+        itemsize, summed: the bytes of an element, and those in which it is added up over ranks.
         late: whether they read it after the moment when, on one device, most is held; None: at any time.
         credit: seconds of a move that are hidden behind computation, where it can begin early or end late.
         shown: the part of these seconds that is not hidden after all.
@@ -65,6 +65,7 @@ class Group:
     edges: list[Edge]
     count: int
     itemsize: int
+    summed: int
     late: bool | None = False
     credit: float = 0.0
     shown: float = _HIDDEN
@@ -96,7 +97,8 @@ class Program:
     def price(self, group: Group, before: Layout, after: Layout) -> float:
         """The seconds of a move of all values of a group."""
         dims = self.sites[group.site].outs[group.part]
-        seconds = self.moves(dims.sizes, group.itemsize, before, after).seconds if dims is not None else 0.0
+        sizes = group.itemsize, group.summed
+        seconds = self.moves(dims.sizes, *sizes, before, after).seconds if dims is not None else 0.0
         return group.count * (max(0.0, seconds - group.credit) + group.shown * min(seconds, group.credit))
 
     def seconds(self, chosen: Sequence[int]) -> float:
@@ -138,7 +140,7 @@ class _Made:
             ways_ = [Option((x,), ()) for x in layouts(sizes, self.axes)]
             self.sites.append(Chooser(len(self.sites), None, 1, ways_))
         self._fix(fixed)
-        self.groups = [Group(x.site, x.part, list(x.edges), x.count, x.itemsize, x.late) for x in step.readers]
+        self.groups = [Group(x.site, x.part, list(x.edges), x.count, *x.itemsizes, x.late) for x in step.readers]
         if keeps:
             self.groups = _joined(self.groups)
         self._credits()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...plan.uncollected import uncollected
 from .again import add_repeats
 from .best import SECONDS, Best, best
 from .described import source
@@ -30,7 +31,10 @@ class FoundLayouts:
         compute: the part of it that calls take.
         bytes: the most that a rank holds.
         relaxed: whether the linear relaxation gave it, without a branch.
-        proven: whether there are no better ones, by prediction; time may have been too short to tell.
+        proven: whether there are no better ones, by prediction; time may have been too short to tell. Of others than the first:
+            none in which the same argument lies otherwise than in the first.
+        least: seconds that any layout on this mesh takes at least, by prediction.
+        within: the share of its time by which the best that was found may miss the best that there is; 0 where that is proven.
     """
 
     layouts: Layouts
@@ -39,8 +43,11 @@ class FoundLayouts:
     bytes: float
     relaxed: bool
     proven: bool = True
+    least: float = 0.0
+    within: float = 0.0
 
 
+@uncollected()
 def search(
     recording: Any,
     mesh: Mapping[str, int],
@@ -60,7 +67,7 @@ def search(
         hardware: what calls and collectives take.
         memory: bytes that a rank may hold; None: any, so that what moves is kept as long as somebody reads it.
         fixed: of inputs, by number, the specs that are given.
-        candidates: how many layouts, which lie differently by at least a hundredth of the arguments' bytes.
+        candidates: how many layouts at most: the best of all, and others in each of which a large argument lies otherwise.
         ties: of results, by number, the input that each replaces; None: found by shape, in order.
         seconds: that all solutions have together, or until when. Where they end, what was found by then is the answer.
         again: whether products of the forward pass may be computed again, so that less is held.
@@ -79,7 +86,8 @@ def search(
 def on_mesh(made: Program, memory: float | None, candidates: int, deadline: Deadline) -> list[FoundLayouts]:
     """The best layouts of a program, as of `search`."""
     several = sum(size > 1 for size in made.moves.axes.values()) > 2
-    return [_found(made, one) for one in (best_in_pairs if several else best)(made, memory, candidates, deadline)]
+    found = (best_in_pairs if several else best)(made, memory, candidates, deadline)
+    return [_found(made, one, found[0]) for one in found]
 
 
 def structure_of(recording: Any, ties: Mapping[int, int] | None = None) -> Structure:
@@ -112,9 +120,11 @@ def _is_tensor(node: Any) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _found(made: Program, one: Best) -> FoundLayouts:
+def _found(made: Program, one: Best, first: Best) -> FoundLayouts:
     compute = sum(site.count * site.options[k].seconds for site, k in zip(made.sites, one.chosen))
-    return FoundLayouts(layouts_of(made, one.chosen), one.seconds, compute, one.bytes, one.relaxed, one.proven)
+    within = 0.0 if first.proven else 1 - first.least / first.seconds
+    layouts = layouts_of(made, one.chosen)
+    return FoundLayouts(layouts, one.seconds, compute, one.bytes, one.relaxed, one.proven, first.least, within)
 
 
 def layouts_of(made: Program, chosen: Sequence[int]) -> Layouts:

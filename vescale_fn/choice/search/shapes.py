@@ -9,6 +9,7 @@ from typing import Any
 from ..._core.base.errors import MeshError
 from ..._core.base.messages import mesh_text, report, short
 from ...plan.ir.memory_use import bytes_text
+from ...plan.uncollected import uncollected
 from .again import add_repeats
 from .best import SECONDS, NothingFits, floor
 from .highs import Deadline, OutOfTime
@@ -76,6 +77,7 @@ def _factors(count: int, most: int) -> list[tuple[int, ...]]:
     return sorted(found, key=len)
 
 
+@uncollected()
 def searched(
     recording: Any,
     meshes: Sequence[Mapping[str, int]],
@@ -119,7 +121,7 @@ def searched(
                 found += on_mesh(made, memory, candidates, deadline)
             except NothingFits as error:
                 failures.append(str(error))
-                left_out.append(f"{mesh_text(mesh)}: nothing fits in the memory")
+                left_out.append(f"{mesh_text(mesh)}: nothing was found that fits in the memory")
             except OutOfTime as error:
                 late = late or error
                 left_out.append(f"{mesh_text(mesh)}: time was over")

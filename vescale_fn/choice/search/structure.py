@@ -19,6 +19,7 @@ from .atoms import Atoms
 from .classes import classes
 from .described import Described, described, source
 from .options import Dims, dims_of
+from .sums import itemsizes
 
 RESULT = -1  # the operand of an input that a result replaces: it lies as the input does
 Span = tuple[int, int]
@@ -48,7 +49,7 @@ class Readers:
         late: whether they read them after the moment when, on one device, most is held.
         edges: who reads them.
         count: how many values there are.
-        itemsize: the bytes of an element.
+        itemsizes: the bytes of an element, and those in which it is added up over ranks.
     """
 
     site: int
@@ -56,7 +57,7 @@ class Readers:
     late: bool
     edges: tuple[Edge, ...]
     count: int
-    itemsize: int
+    itemsizes: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,9 +208,9 @@ class _Read:
             edges[Edge(*edge)] = None
             many.append(count)
         made_by = {number: self.reps[n] for n, number in self.number.items()}
-        size = lambda u, part: made_by[u].outs[part].element_size()  # type: ignore[union-attr]
+        sizes = lambda u, part: itemsizes(made_by[u].node, made_by[u].outs[part])  # type: ignore[arg-type]
         return [
-            Readers(u, part, late, tuple(edges), max(many), size(u, part))
+            Readers(u, part, late, tuple(edges), max(many), sizes(u, part))
             for (u, part, late), (edges, many) in groups.items()
         ]
 

@@ -30,6 +30,7 @@ from ..._core import torch_internals
 from ..._core.distributed.collectives import Collective
 
 KEPT = "kept"
+SUMS = "sums"  # in the meta of a node: the dtype of sums over ranks, of what is narrower, when it was recorded
 DONATED = "donated"  # a placeholder with this in its meta may be written into
 ELSEWHERE = "elsewhere"  # what has this in its meta is at another place than this rank; of a call, these of its results
 AT_ONCE = "at once"  # in the meta of a call on lists, of that program: it is one for all ranks

@@ -33,7 +33,7 @@ from ..._core.distributed.collectives import Collective
 from ..._core.distributed.replicated_uses import Ledger
 from ..._core.sharding.layout import WHOLE, layout, type_text
 from ..ir.cuts import CROSSES, CUT, UNCUT
-from ..ir.graph import Step
+from ..ir.graph import SUMS, Step
 from ..ir.inplace import is_dense
 from ..ir.ranks_as_one import ROW
 from . import ambient, branches, loops, mapped_rules, while_loops
@@ -701,6 +701,8 @@ class Recorder(torch_internals.TorchDispatchMode):
             self._in_row += 1
         if again is not None:
             node.meta["again"] = again
+        if (sums := context.sums_in()) is not None:
+            node.meta[SUMS] = sums
         if isinstance(out, torch.Tensor):
             if not self.is_stand_in(out):  # what is written in place is known already
                 self._note(out, node)
