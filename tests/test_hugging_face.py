@@ -312,8 +312,8 @@ def test_caches_are_trees(name, kind):
 
     def step(params, ids, cache):
         cache = optree.tree_map(torch.clone, cache)
-        out = f(params, input_ids=ids, past_key_values=cache, use_cache=True)
-        return out.logits, out.past_key_values
+        out = f(params, input_ids=ids, cache=cache, use_cache=True)
+        return out.logits, out.cache
 
     def decoded(run, params, ids):
         cache, found = empty(), []

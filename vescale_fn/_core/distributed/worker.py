@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -366,7 +366,13 @@ def _as_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.view(dtype)
 
 
+def _of_file(name: str, make: Callable[..., CodeType], args: tuple[Any, ...]) -> CodeType:
+    return make(*args).replace(co_filename=name)
+
+
 def _pickled(pickler: Any, value: Any, change: Callable[[Any], Any]) -> bytes:
+    code = getattr(pickler, "dispatch_table", {}).get(CodeType)
+
     class Pickler(pickler):
         def reducer_override(self, x: Any) -> Any:
             changed = change(x)
@@ -376,6 +382,8 @@ def _pickled(pickler: Any, value: Any, change: Callable[[Any], Any]) -> bytes:
                 return changed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if isinstance(x, torch.Tensor) and x.is_cuda:  # each rank gets it on its own GPU
                 return _to_this_gpu, (x.detach().cpu(), x.requires_grad)
+            if isinstance(x, CodeType) and code is not None:  # which cloudpickle sends without its file since 3.1.3
+                return _of_file, (x.co_filename, *code(x))
             inherited = getattr(super(), "reducer_override", None)
             return inherited(x) if inherited else NotImplemented
 
