@@ -1,7 +1,7 @@
 """Equal layers: inputs and calls of a step that share a choice.
 
-Inputs whose names differ by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``), and so do the calls that come
-after each of them is read, up to where the next input is. What is shared restricts the choices and prices none of them
+Inputs whose names differ by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``), and so does what is made of such
+an input alone, as its cast to another dtype is. So do the calls that come after one of these is read, up to where the next one is. What is shared restricts the choices and prices none of them
 wrongly: each move between two classes is counted as often as it is made.
 """
 
@@ -67,22 +67,31 @@ def classes(sites: Sequence[Described], names: Sequence[str]) -> list[int]:
     """
     inputs = [x for x in sites if x.is_input]
     kinds = [tuple((tuple(o.shape), o.dtype) if o is not None else None for o in x.outs) for x in sites]
-    name = dict(zip((x.node for x in inputs), tied_names([*zip(names, kinds)])))
-    numbers: dict[Any, int] = {}
-    if len(set(name.values())) == len(name):
+    tied = tied_names([*zip((names), kinds)])
+    if len(set(tied)) == len(tied):
         return list(range(len(sites)))
-    found, anchor, since = list[int](), None, Counter[Any]()
+    numbers, found = dict[Any, int](), dict[Any, int]()  # of keys; of nodes
+    named = {x.node for x in inputs if any(o is not None and o.numel() > 1 for o in x.outs)}
+    since, made = Counter[Any](), Counter[Any]()
+    names_ = iter(tied)
+    anchor: Any = None
     for x, kind in zip(sites, kinds):
+        own = None if x.is_input else _own(x, kind)
         if x.is_input:
-            found.append(numbers.setdefault((name[x.node], kind), len(numbers)))
-            continue
-        own = _own(x, kind)
-        read = tuple(name[node] for node, _ in x.operands if node in name)
-        if read:
-            anchor, since = (read, own), Counter()
-        since[own] += 1
-        found.append(numbers.setdefault((anchor, own, since[own]), len(numbers)))
-    return found
+            key = next(names_), kind
+        elif len(x.operands) == 1:
+            (node, part), = x.operands
+            made[node, part, own] += 1
+            key = found[node], part, own, made[node, part, own]
+            if node in named:
+                named.add(x.node)
+        else:
+            if read := tuple(found[node] for node, _ in x.operands if node in named):
+                anchor, since = (read, own), Counter()
+            since[own] += 1
+            key = anchor, own, since[own]
+        found[x.node] = numbers.setdefault(key, len(numbers))
+    return [found[x.node] for x in sites]
 
 
 def _own(x: Described, kind: Any) -> Any:

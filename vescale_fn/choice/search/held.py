@@ -7,6 +7,7 @@ the update wants it, where that is smaller.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,8 +114,10 @@ class HeldBytes:
     @cached_property
     def early(self) -> Mapping[tuple[int, int], int]:
         """Of values that move as soon as they are made, the group."""
-        groups = enumerate(self.program.groups)
-        return {(g.site, g.part): n for n, g in groups if g.is_gradient and len(g.edges) == 1}
+        groups = self.program.groups
+        alone = Counter((g.site, g.part) for g in groups)
+        early = lambda g: g.is_gradient and len(g.edges) == alone[g.site, g.part] == 1
+        return {(g.site, g.part): n for n, g in enumerate(groups) if early(g)}
 
     def _made(self, site: int, part: int, chosen: Sequence[int]) -> Layout:
         return self.program.sites[site].options[chosen[site]].outs[part]
@@ -135,9 +138,9 @@ def held(program: Program) -> HeldBytes:
     for key, spans in program.step.spans.items():
         found.values[key] = _live(spans, len(program.step.calls))
     for n, group in enumerate(program.groups):
-        if spans := program.step.uses.get((group.site, group.part, group.late)):
-            if (group.site, group.part) not in found.early:
-                found.copies[n] = _live(spans, len(program.step.calls))
+        of = program.sites[group.site].of
+        if (group.site, group.part) not in found.early and of is not None and not of.is_view:
+            found.copies[n] = _live(group.spans, len(program.step.calls))
     return found
 
 

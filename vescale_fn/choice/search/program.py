@@ -14,10 +14,12 @@ from .costs import CallPrices
 from .described import Described
 from .moves import Moves, spec_of_dims
 from .options import Dims, Layout, Option, layouts, options
-from .structure import RESULT, Edge, Structure
+from .structure import RESULT, Edge, Span, Structure
 
-_WIDTH = 2  # bytes of a number that is gathered, by which large and small parameters are weighed
-_HIDDEN = 0.02  # of a collective beside computation, which it takes units and bandwidth from
+# The share of a collective beside computation that is exposed all the same; and by how much it rises from where on, as a share
+# of that computation: not all of it lies where it is of use. So much is exposed in the prices of plans.
+_BESIDE = 0.1
+_RISES = ((0.5, 0.45), (1.0, 0.55))
 
 
 @dataclass(eq=False)
@@ -47,28 +49,26 @@ class Chooser:
 
 @dataclass(eq=False)
 class Group:
-    """Those who read one value in one part of the step: of equal moves they share one.
+    """Those who read a value, in one part of the step or in all of it: of equal moves they share one.
 
     Attributes:
         site, part: what makes the value.
         edges: who reads it.
-        count: how many values there are.
+        spans: of each of equal values from when to when they read it.
         itemsize, summed: the bytes of an element, and those in which it is added up over ranks.
-        late: whether they read it after the moment when, on one device, most is held; None: at any time.
-        credit: seconds of a move that are hidden behind computation, where it can begin early or end late.
-        shown: the part of these seconds that is not hidden after all.
+        shown: the part of the seconds of a move that is exposed: all of them, but for moves that can begin early or end late.
+        exposed: of these, from how many seconds on a larger part is exposed, and by how much it is larger.
         is_gradient: whether it is read by the update alone, element by element.
     """
 
     site: int
     part: int
-    edges: list[Edge]
-    count: int
+    edges: Sequence[Edge]
+    spans: Sequence[Span]
     itemsize: int
     summed: int
-    late: bool | None = False
-    credit: float = 0.0
-    shown: float = _HIDDEN
+    shown: float = 1.0
+    exposed: Sequence[tuple[float, float]] = ()
     is_gradient: bool = False
 
 
@@ -95,11 +95,13 @@ class Program:
         return None if lies is None else tuple(edge.atoms[x] if x >= 0 else x for x in lies)
 
     def price(self, group: Group, before: Layout, after: Layout) -> float:
-        """The seconds of a move of all values of a group."""
+        """The seconds of a move of all values of a group that are not hidden."""
         dims = self.sites[group.site].outs[group.part]
-        sizes = group.itemsize, group.summed
-        seconds = self.moves(dims.sizes, *sizes, before, after).seconds if dims is not None else 0.0
-        return group.count * (max(0.0, seconds - group.credit) + group.shown * min(seconds, group.credit))
+        if dims is None:
+            return 0.0
+        seconds = self.moves(dims.sizes, group.itemsize, group.summed, before, after).seconds
+        found = group.shown * seconds + sum(more * max(0.0, seconds - most) for most, more in group.exposed)
+        return len(group.spans) * found
 
     def seconds(self, chosen: Sequence[int]) -> float:
         """What all takes, with these options."""
@@ -140,10 +142,9 @@ class _Made:
             ways_ = [Option((x,), ()) for x in layouts(sizes, self.axes)]
             self.sites.append(Chooser(len(self.sites), None, 1, ways_))
         self._fix(fixed)
-        self.groups = [Group(x.site, x.part, list(x.edges), x.count, *x.itemsizes, x.late) for x in step.readers]
-        if keeps:
-            self.groups = _joined(self.groups)
-        self._credits()
+        readers = step.readers if keeps else step.readers_by_part
+        self.groups = [Group(x.site, x.part, x.edges, x.spans, *x.itemsizes) for x in readers]
+        self._hide()
         self.program = Program(step, self.sites, self.groups, Moves(self.axes, hardware), keeps)
 
     def _site(self, n: int, number: int) -> Chooser:
@@ -171,36 +172,32 @@ class _Made:
                 rows = [f"{rows[0]} that lie differently are left out"]
                 raise SpecError(report("auto", what, rows, "vfn.price of the whole layout"))
 
-    def _credits(self) -> None:
-        """Parameters are gathered while other layers compute, and gradients are added up so: each may hide behind its share of
-        the pass in which it travels, by what it takes to gather it from all ranks. Of the computation a third is the forward
-        pass, the rest the backward pass. The first gather and the last sum hide behind nothing: of a few parameters that is
-        much."""
+    def _hide(self) -> None:
+        """Parameters are gathered while other layers compute, and gradients are added up so: each has its share of what the pass
+        computes in which it travels, by its size. The first gather and the last sum hide behind nothing: of a few parameters
+        that is much."""
         tied = {self.step.site_of(self.step.inputs[p]) for p in self.step.ties.values()}
-        whole = sum(site.count * min(x.seconds for x in site.options) for site in self.sites)
-        read = {g.site for g in self.groups if g.site in tied and any(e.operand >= 0 for e in g.edges)}
-        travel, large = self._travel(read)
-        cast, gradients = self._of_parameters(read), self.step.gradients
+        read = {g.site for g in self.groups if g.site in tied and g.spans[0][0] < self.step.turn}  # not an optimiser's state
+        cast, gradients, passes = self._of_parameters(read), self.step.gradients, self._computing()
+        sizes = [(self.sites[n].count, math.prod(self.sites[n].outs[0].sizes)) for n in read]  # type: ignore[union-attr]
+        total, squares = (sum(count * size**power for count, size in sizes) for power in (1, 2))
         for group in self.groups:
             n, dims = group.site, self.sites[group.site].outs[group.part]
             early = n in read or n in cast
-            if dims is not None and travel and (early or (n, group.part) in gradients):
-                share = min(self._gathered(math.prod(dims.sizes)) / travel, 1.0)
-                group.credit = whole / 3 * share * (1 if early else 2)
-                group.shown = _HIDDEN + (1 - _HIDDEN) / max(large, 1)
+            if dims is not None and total and (early or (n, group.part) in gradients):
+                computed = passes[group.spans[0][0] >= self.step.turn] * min(math.prod(dims.sizes) / total, 1.0)
+                group.shown = _BESIDE + (1 - _BESIDE) * squares / total**2
+                group.exposed = [(share * computed, more * (1 - group.shown)) for share, more in _RISES]
                 group.is_gradient = not early and not any(edge.operand == RESULT for edge in group.edges)
 
-    def _travel(self, read: set[int]) -> tuple[float, int]:
-        """What it takes to gather all parameters from all ranks, and how many have a hundredth of all elements."""
-        sizes = {n: math.prod(self.sites[n].outs[0].sizes) for n in read}  # type: ignore[union-attr]
-        total = sum(self.sites[n].count * size for n, size in sizes.items())
-        large = sum(self.sites[n].count for n, size in sizes.items() if size >= total / 100)
-        return sum(self.sites[n].count * self._gathered(size) for n, size in sizes.items()), large
-
-    def _gathered(self, count: int) -> float:
-        """The seconds in which so many elements are gathered from all ranks."""
-        over, ranks = [axis for axis, n in self.axes.items() if n > 1], math.prod(self.axes.values())
-        return self.hardware.collective("all_gather", count * _WIDTH / ranks, self.axes, over) if over else 0.0
+    def _computing(self) -> tuple[float, float]:
+        """The seconds that the forward pass computes at least, and the backward pass."""
+        step, passes = self.step, [0.0, 0.0]
+        for n, number in step.number.items():
+            least = min(x.seconds for x in self.sites[number].options)
+            passes[0] += (step.counts[n] - step.late[n]) * least
+            passes[1] += step.late[n] * least
+        return passes[0], passes[1]
 
     def _of_parameters(self, read: set[int]) -> set[int]:
         """What is made of one parameter element by element, as its cast to another dtype is."""
@@ -215,12 +212,3 @@ class _Made:
 def _looks(it: Described) -> bool:
     return it.is_view or it.is_elementwise
 
-
-def _joined(groups: Sequence[Group]) -> list[Group]:
-    """Those who read a value at any time as one group."""
-    found: dict[tuple[int, int], Group] = {}
-    for group in groups:
-        if (one := found.setdefault((group.site, group.part), group)) is not group:
-            one.edges += [edge for edge in group.edges if edge not in one.edges]
-            one.count, one.late = max(one.count, group.count), None
-    return [*found.values()]

@@ -7,7 +7,7 @@ a step of 80 equal layers has no more of them than one of 8.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,21 +42,19 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """Those who read the values of a site in one part of the step.
+    """Those who read equal values of a site, each of which they all read, in one part of the step or in all of it.
 
     Attributes:
         site, part: what makes the values.
-        late: whether they read them after the moment when, on one device, most is held.
-        edges: who reads them.
-        count: how many values there are.
+        edges: who reads each of them.
+        spans: of each value the moments of the first and the last of these calls.
         itemsizes: the bytes of an element, and those in which it is added up over ranks.
     """
 
     site: int
     part: int
-    late: bool
     edges: tuple[Edge, ...]
-    count: int
+    spans: tuple[Span, ...]
     itemsizes: tuple[int, int]
 
 
@@ -71,15 +69,16 @@ class Structure:
         atoms: of the dims of all classes.
         reps: one call of each class.
         counts: how many there are of each class.
+        turn: where the backward pass begins: the number of its first call.
+        late: how many there are of each class from there on.
         classes: of each node the number of its class.
         dims: of each class, of its operands and results.
         through: of each class of renaming views, of each atom of the result that of what is viewed.
         number: of each other class the number of its site.
         loose: of results that replace no input the sizes of the atoms; their sites come after the others.
         readers: of all values.
+        readers_by_part: of all values, those in the forward pass and those in the backward pass apart.
         spans: of (site, result) from when to when each of its values is held.
-        uses: of (site, result, late) the moments of the first and the last call that reads each of its values; late is None
-            for those of all readers.
         ties: of results, by number, the input that each replaces.
         result_sites: of other results the number of the site.
         gradients: the (site, result) from which the results that replace inputs are computed element by element.
@@ -93,14 +92,16 @@ class Structure:
     atoms: Atoms
     reps: Sequence[Described]
     counts: Sequence[int]
+    turn: int
+    late: Mapping[int, int]
     classes: Mapping[Any, int]
     dims: Mapping[int, tuple[list[Dims], list[Dims | None]]]
     through: Mapping[int, tuple[int, ...]]
     number: Mapping[int, int]
     loose: Sequence[tuple[int, ...]]
     readers: Sequence[Readers]
+    readers_by_part: Sequence[Readers]
     spans: Mapping[tuple[int, int], list[Span]]
-    uses: Mapping[tuple[int, int, bool | None], list[Span]]
     ties: Mapping[int, int]
     result_sites: Mapping[int, int]
     gradients: set[tuple[int, int]]
@@ -128,9 +129,11 @@ class _Read:
         self.place = {x.node: i for i, x in enumerate(self.calls)}
         self._classes(recording.paths)
         self._dims(recording.results, ties)
-        self.moments: dict[tuple[Any, int], tuple[list[int], list[int]]] = {}  # of reads: early ones, late ones
+        # Of each value the moments at which it is read, and by whom: early ones, late ones.
+        self.moments: dict[tuple[Any, int], tuple[list[int], list[int]]] = {}
+        self.edges: dict[tuple[Any, int], tuple[dict[Edge, None], dict[Edge, None]]] = {}
         self.turn = self._turn(recording, ties)
-        found = self._readers(recording, ties)
+        self._reads(recording, ties)
         self.structure = Structure(
             self.calls,
             recording.paths,
@@ -139,13 +142,16 @@ class _Read:
             self.atoms,
             self.reps,
             self.counts,
+            self.turn,
+            Counter(self.colour[x.node] for x in self.calls[self.turn :]),
             self.colour,
             self.dims,
             self.through,
             self.number,
             self.loose,
-            found,
-            *self._spans(),
+            self._readers(lambda early, late: (early + late,)),
+            self._readers(lambda early, late: (early, late)),
+            self._spans(),
             ties,
             self.result_sites,
             self._gradients(),
@@ -189,32 +195,40 @@ class _Read:
         return self.roots.get(node) or (node, part, None)
 
     def _turn(self, recording: Any, ties: Mapping[int, int]) -> int:
-        """Where the backward pass begins: behind the loss, the first number of the results that replace no input."""
+        """Where the backward pass begins; in a step without one, behind the loss, the first number of the results that replace
+        no input."""
+        behind = next((i for i, x in enumerate(self.calls) if "backward" in x.node.meta), None)
+        if behind is not None:
+            return behind
         numbers = [made for r, made in enumerate(recording.results) if made is not None and r not in ties]
         is_loss = lambda x: isinstance(x, torch.Tensor) and not x.ndim and x.is_floating_point()
         roots = [source(x)[0] for x in numbers if is_loss(plan.value(x))]
-        return min((self.place[x] for x in roots if not self.by_node[x].is_input), default=len(self.calls))
+        return min((self.place[x] + 1 for x in roots if not self.by_node[x].is_input), default=len(self.calls))
 
-    def _readers(self, recording: Any, ties: Mapping[int, int]) -> list[Readers]:
-        counts: Counter[Any] = Counter()
+    def _reads(self, recording: Any, ties: Mapping[int, int]) -> None:
         for when, x in enumerate(self.calls):
             if (n := self.number.get(self.colour[x.node])) is not None:
                 for i, (y, part) in enumerate(x.operands):
-                    self._count(counts, n, i, y, part, when)
-        self._results(recording, ties, counts)
-        groups: dict[Any, tuple[dict[Edge, None], list[int]]] = defaultdict(lambda: ({}, []))
-        for (u, part, late, *edge), count in counts.items():
-            edges, many = groups[u, part, late]
-            edges[Edge(*edge)] = None
-            many.append(count)
+                    self._read(n, i, y, part, when)
+        self._results(recording, ties)
+
+    def _readers(self, parted: Callable[[Any, Any], Sequence[Any]]) -> list[Readers]:
+        """Those who read values, together for values that the same ones read."""
+        groups: dict[Any, tuple[tuple[Edge, ...], list[Span]]] = {}
+        for (node, part), edges in self.edges.items():
+            u = self.number[self.colour[node]]
+            for some, moments in zip(parted(*map(tuple, edges)), parted(*self.moments[node, part])):
+                some = tuple(dict.fromkeys(some))
+                if some:
+                    _, spans = groups.setdefault((u, part, frozenset(some)), (some, []))
+                    spans.append((moments[0], moments[-1]))
         made_by = {number: self.reps[n] for n, number in self.number.items()}
         sizes = lambda u, part: itemsizes(made_by[u].node, made_by[u].outs[part])  # type: ignore[arg-type]
         return [
-            Readers(u, part, late, tuple(edges), max(many), sizes(u, part))
-            for (u, part, late), (edges, many) in groups.items()
+            Readers(u, part, some, tuple(spans), sizes(u, part)) for (u, part, _), (some, spans) in groups.items()
         ]
 
-    def _results(self, recording: Any, ties: Mapping[int, int], counts: Counter[Any]) -> None:
+    def _results(self, recording: Any, ties: Mapping[int, int]) -> None:
         self.result_sites, self.loose = dict[int, int](), list[tuple[int, ...]]()
         self.tied_roots = list[tuple[Any, int]]()
         for r, made in enumerate(recording.results):
@@ -229,45 +243,37 @@ class _Read:
                 self.result_sites[r] = to[0]
                 sizes = self._sizes(node, part)
                 self.loose.append(sizes if atoms is None else tuple(sizes[k] for k in atoms))
-            self._count(counts, *to, *source(made), len(self.calls) - 1)
+            self._read(*to, *source(made), len(self.calls) - 1)
 
     def _sizes(self, node: Any, part: int) -> tuple[int, ...]:
         dims = self.dims[self.colour[node]][1][part]
         assert dims is not None
         return dims.sizes
 
-    def _count(self, counts: Counter[Any], n: int, operand: int, y: Any, part: int, when: int) -> None:
+    def _read(self, n: int, operand: int, y: Any, part: int, when: int) -> None:
         node, part, atoms = self._root(y, part)
-        late = when > self.turn
+        late = when >= self.turn
         self.moments.setdefault((node, part), ([], []))[late].append(when)
-        colour = self.colour[node]
-        dims = self.dims[colour][1][part]
+        dims = self.dims[self.colour[node]][1][part]
         if dims is not None:
-            if atoms is None:
-                atoms = tuple(range(len(dims.sizes)))
-            counts[self.number[colour], part, late, n, operand, atoms] += 1
+            edge = Edge(n, operand, tuple(range(len(dims.sizes))) if atoms is None else atoms)
+            self.edges.setdefault((node, part), ({}, {}))[late][edge] = None
 
-    def _spans(self) -> tuple[Any, Any]:
-        """From when to when values are held, and read."""
-        spans, uses = defaultdict[Any, Any](list), defaultdict[Any, Any](list)
-        replaced, end = set(self.tied_roots), len(self.calls) - 1
+    def _spans(self) -> dict[tuple[int, int], list[Span]]:
+        """From when to when values are held."""
+        spans, replaced, end = defaultdict[Any, Any](list), set(self.tied_roots), len(self.calls) - 1
         views = [rep.is_view for rep in self.reps]
         for at, x in enumerate(self.calls):
             colour = self.colour[x.node]
             if (n := self.number.get(colour)) is None or views[colour]:
                 continue
             for part, out in enumerate(x.outs):
-                read = self.moments.get((x.node, part), ([], []))
-                for late, mine in ((False, read[0]), (True, read[1]), (None, read[0] + read[1])):
-                    if mine:  # in order, as calls are
-                        uses[n, part, late].append((mine[0], mine[-1]))
-                if out is None:
-                    continue
-                if x.is_input:
+                early, late = self.moments.get((x.node, part), ([], []))
+                if out is not None and x.is_input:
                     spans[n, part].append((0, end))
-                elif (x.node, part) not in replaced:
-                    spans[n, part].append((at, max([at, *read[0][-1:], *read[1][-1:]])))
-        return spans, uses
+                elif out is not None and (x.node, part) not in replaced:
+                    spans[n, part].append((at, max([at, *early[-1:], *late[-1:]])))
+        return spans
 
     def _gaps(self) -> dict[tuple[int, int], list[Span]]:
         found = defaultdict[tuple[int, int], list[Span]](list)

@@ -24,6 +24,7 @@ from ..ir.collective_nodes import collective_of, given, is_light, is_written, ma
 from ..ir.graph import Step, changed, collectives, copied, given_up
 
 AHEAD = 64 << 20
+_SUMS = ("reduce_scatter", "all_reduce")
 
 
 def overlap(graph: fx.Graph, ahead: int = AHEAD, on_cpu: bool = False) -> fx.Graph:
@@ -60,9 +61,11 @@ def overlap(graph: fx.Graph, ahead: int = AHEAD, on_cpu: bool = False) -> fx.Gra
 
 
 def _starts(graph: fx.Graph, nodes: list[fx.Node], ahead: int) -> dict[fx.Node, float]:
-    """Where each collective is started: after the call that makes its input, or with the gather ahead of which it goes."""
+    """Where each collective is started: after the call that makes its input, or with the gather ahead of which it goes. That
+    is before the sums between this one and the gather before it, unless what is gathered meets them: a gradient has time."""
     needed = dependencies.needs(graph)
-    before = dependencies.marked_before(needed, collectives(graph))
+    before = dependencies.marked_before(needed, every := collectives(graph))
+    bits = {node: 1 << i for i, node in enumerate(every)}
     place = {node: i for i, node in enumerate(graph.nodes)}
     found = {node: made_at(node, place) + 0.5 for node in nodes}
     gathers = [node for node in nodes if collective_of(node).kind == "all_gather" and not before[node]]
@@ -72,7 +75,13 @@ def _starts(graph: fx.Graph, nodes: list[fx.Node], ahead: int) -> dict[fx.Node, 
         while first < i - 1 and bytes_ > ahead:
             first += 1
             bytes_ -= _gathered(gathers[first])
-        found[node] = place[gathers[first]] + i / (len(gathers) + 1)
+        met, turn = 0, i / (len(gathers) + 1)
+        for user in node.users:
+            met |= before[user]
+        sums = list[fx.Node]()
+        for other in every[: every.index(gathers[first])] if i else ():
+            sums = [*sums, other] if collective_of(other).kind in _SUMS and not met & bits[other] else []
+        found[node] = found[sums[0]] - 0.5 + turn / 2 if sums else place[gathers[first]] + turn
     return found
 
 
