@@ -377,6 +377,15 @@ def sums_at_the_end(hand):
     return [hand.op(aten.exp.default, hand.op(aten.t.default, total)) for total in sums]
 
 
+def gradients_of_layers(hand):
+    """Of each layer the gradient is summed, then its weight is gathered for that of the next one."""
+    g, sums = hand.input(block(2, 2)), []
+    for w in [hand.input(block(1, 2)) for _ in range(4)]:
+        sums.append(hand.exchange("all_reduce", hand.op(aten.neg.default, g), ("dp",), "sum"))
+        g = hand.op(aten.mm.default, g, hand.exchange("all_gather", w, ("tp",), 0))
+    return [*sums, g]
+
+
 def used_at_once(hand):
     h = hand.input(block(2, 2))
     for _ in range(2):
@@ -453,6 +462,12 @@ PROGRAMS: dict[str, Any] = {
     "a sum over other axes": (a_sum_over_other_axes, residual, None),
     "layers": (layers, overlapped, [("start_all_gather", "tp", 16)] * 4),
     "layers, far ahead": (layers, far_ahead, [("start_all_gather", "tp", 16)] * 4),
+    "gradients of layers": (
+        gradients_of_layers,
+        overlapped,
+        [("start_all_gather", "tp", 16), *[("start_all_gather", "tp", 16), ("start_all_reduce", "dp", 32)] * 3]
+        + [("start_all_reduce", "dp", 32)],
+    ),
     "sums at the end": (sums_at_the_end, overlapped, [("start_all_reduce", "dp", 32)] * 2 + [(R, "dp", 32)]),
     "sums in buckets": (sums_at_the_end, bucketed_and_overlapped, [("start_all_reduce", "dp", 64), (R, "dp", 32)]),
     "used at once": (used_at_once, overlapped, None),
@@ -518,6 +533,10 @@ def told(graph: fx.Graph) -> str:
     [
         ("layers", "gather gather wait mm mul gather wait mm gather wait mm wait mm"),
         ("layers, far ahead", "gather gather mul gather gather wait mm wait mm wait mm wait mm"),
+        (
+            "gradients of layers",
+            "neg gather gather sum wait mm neg gather sum wait mm neg gather sum wait mm neg sum wait mm wait wait wait wait",
+        ),
         ("sums at the end", "mm neg sum mm neg sum mm neg sum! exp wait exp wait exp"),
         ("sums in buckets", "mm neg mm neg sum mm neg sum! exp wait exp exp"),
         ("used at once", "sum! mm sum! mm"),

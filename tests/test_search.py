@@ -23,6 +23,7 @@ from vescale_fn._core.sharding.placements import normal
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.recording import record
 from vescale_fn.choice.search import options, solver
+from vescale_fn.choice.search import structure as structures
 from vescale_fn.choice.search.again import add_repeats
 from vescale_fn.choice.search.best import best, floor, least_peak
 from vescale_fn.choice.search.held import held
@@ -251,6 +252,42 @@ def test_products_are_computed_again_where_memory_binds_and_it_takes_least(axes)
             assert brute_force(made, seconds * CLOSE, share * peak) is None
             used += [n for n in repeated if made.sites[n].options[chosen[n]].again]
     assert used
+
+
+@pytest.mark.parametrize("layers", (2, 4) if whole.WHOLE else (2,))
+@pytest.mark.parametrize("keeps", [True, False])
+def test_equal_layers_share_choices_and_cost_as_much_as_one_by_one(layers: int, keeps: bool, monkeypatch) -> None:
+    """Also where all parameters are cast before any layer reads one, and all gradients behind the last layer."""
+    config = llama.Config(layers=layers, vocab=320, dim=256, heads=8, groups=4, hidden=512, dropout=0.0)
+    policy, optimizer = vfn.precision.policy("params=f32,compute=bf16"), vfn.optim.adamw(1e-3)
+    step = vfn.optim.train_step(
+        policy.apply(lambda params, tokens: llama.loss(params, tokens, config, None)), optimizer
+    )
+    params = vfn.eval_shape(lambda: llama.init(vfn.random.key(0), config))
+    recording = record(step, params, vfn.eval_shape(optimizer.init, params), shape(64, 65, dtype=torch.int64))
+    axes, hardware = {"a": 4, "b": 2}, vfn.hardware.h100()
+    made = program(structure_of(recording), axes, hardware, keeps=keeps)
+    monkeypatch.setattr(structures, "classes", lambda sites, names: [*range(len(sites))])
+    apart = program(structure_of(recording), axes, hardware, keeps=keeps)
+    first, last = (sum(x.of is None for x in one.sites) for one in (made, apart))
+    assert len(made.sites) - first < len(apart.sites) - last - (layers - 1) * 100
+    rng = random.Random(layers)
+    for _ in range(20):
+        chosen = [rng.randrange(len(site.options)) for site in made.sites]
+        same = list[int]()
+        for site in apart.sites[: len(apart.sites) - last]:
+            tied = made.sites[made.step.site_of(site.of.node)]
+            want = tied.options[chosen[tied.number]]
+            same.append(
+                next(
+                    k
+                    for k, x in enumerate(site.options)
+                    if (x.ins, x.outs, x.folds) == (want.ins, want.outs, want.folds)
+                )
+            )
+        same += chosen[len(made.sites) - first :]
+        assert apart.seconds(same) == pytest.approx(made.seconds(chosen), rel=1e-12)
+        assert held(apart).by_moment(same).tolist() == pytest.approx(held(made).by_moment(chosen).tolist(), rel=1e-12)
 
 
 LOSSES = {

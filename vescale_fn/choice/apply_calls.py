@@ -25,6 +25,7 @@ from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
 from ..plan.ir.graph import Step, is_aten, name_of, value, viewed, written
 from ..plan.tracing.traced_float import Number
+from .search.described import NEW
 from .search.layouts import CallLayout
 from .search.sums import sums_in
 
@@ -171,8 +172,9 @@ class Calls:
         nodes = about.operands
         if not nodes:
             return self._made(node, stated)
-        if stated is None or about.stays:
-            return func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
+        if stated is None or about.stays or name_of(node) in NEW:
+            out = func(*filled(node.args, self.given), **filled(node.kwargs, self.given))
+            return out if stated is None or about.stays else self._laid_out(node, out, stated.outs)
         given = [self._brought(x, spec, node) for x, spec in zip(nodes, stated.ins, strict=True)]
         each = iter(given)
         take = lambda x: next(each) if isinstance(value(x), torch.Tensor) else _as_torch_sees(self.given(x))

@@ -1,7 +1,8 @@
 """Equal layers: inputs and calls of a step that share a choice.
 
-Inputs whose names differ by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``), and so does what is made of such
-an input alone, as its cast to another dtype is. So do the calls that come after one of these is read, up to where the next one is. What is shared restricts the choices and prices none of them
+Inputs whose names differ by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``). A call of one tensor shares its
+choice with those of the tensors that share one, as casts of parameters do. Others do so with those that come as late after
+the last read of such an input, or of what is made of it alone. What is shared restricts the choices and prices none of them
 wrongly: each move between two classes is counted as often as it is made.
 """
 
@@ -80,7 +81,7 @@ def classes(sites: Sequence[Described], names: Sequence[str]) -> list[int]:
         if x.is_input:
             key = next(names_), kind
         elif len(x.operands) == 1:
-            (node, part), = x.operands
+            ((node, part),) = x.operands
             made[node, part, own] += 1
             key = found[node], part, own, made[node, part, own]
             if node in named:

@@ -42,7 +42,9 @@ class CallPrices:
             return made / self.hardware.bytes * _ARGUMENT
         if self.it.is_view:
             return self.hardware.view
-        read = sum(self._bytes(*x) for x in zip(self.ins, self.given, option.ins, strict=True))
+        read = (
+            0.0 if self.it.is_made else sum(self._bytes(*x) for x in zip(self.ins, self.given, option.ins, strict=True))
+        )
         return self._computing(option, made, read) + self._sums(option)
 
     def _bytes(self, dims: Dims, itemsize: int, lies: Layout | None) -> float:

@@ -18,6 +18,7 @@ from ..._core.base.op_arguments import bind, with_tensors
 from ...plan.ir import graph as plan
 from .composed import StepsPrice, composed
 
+NEW = ("new_zeros", "new_ones", "new_full", "new_empty")  # of an operand that only says which dtype
 FREE = ("view", "_unsafe_view", "reshape", "transpose", "t", "permute", "squeeze", "unsqueeze", "alias", "detach")
 
 
@@ -63,6 +64,12 @@ class Described:
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the operands."""
         return [tuple(value_of(node, part).shape) for node, part in self.operands]
+
+    @cached_property
+    def is_made(self) -> bool:
+        """Whether it makes a tensor of nothing, each rank the part that it needs."""
+        made = not self.is_input and len(self.outs) == 1 and (not self.operands or self.name in NEW)
+        return made and plan.is_aten(self.node) and not plan.written(self.node)
 
     @cached_property
     def is_elementwise(self) -> bool:

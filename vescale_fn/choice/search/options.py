@@ -110,10 +110,10 @@ def options(
         partial: whether calls that are linear may be made of partial sums.
     """
     ins, outs = dims_of(n, site, atoms)
-    if site.is_input:
+    if site.is_input or site.is_made:
         (out,) = outs
-        every = layouts(out.sizes if out is not None else (), axes)
-        return [Option((), (x,)) for x in every if out is None or is_plain(out, x, axes)], ins, outs
+        every, given = layouts(out.sizes if out is not None else (), axes), (None,) * len(ins)
+        return [Option(given, (x,)) for x in every if out is None or is_plain(out, x, axes)], ins, outs
     whole = (NONE,) * len(axes)
     if site.rule is None:
         return [Option((whole,) * len(ins), (whole,) * len(outs))], ins, outs

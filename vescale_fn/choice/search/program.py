@@ -16,10 +16,10 @@ from .moves import Moves, spec_of_dims
 from .options import Dims, Layout, Option, layouts, options
 from .structure import RESULT, Edge, Span, Structure
 
-# The share of a collective beside computation that is exposed all the same; and by how much it rises from where on, as a share
-# of that computation: not all of it lies where it is of use. So much is exposed in the prices of plans.
-_BESIDE = 0.1
-_RISES = ((0.5, 0.45), (1.0, 0.55))
+# The share of a collective beside computation that is exposed all the same; and from which share of that computation on it is
+# larger, and by how much: not all of it is where it is of use. Set by the prices of `benchmarks.chosen_layouts`.
+_BESIDE = 0.07
+_RISES = ((0.5, 0.35), (1.0, 0.58))
 
 
 @dataclass(eq=False)
@@ -173,11 +173,13 @@ class _Made:
                 raise SpecError(report("auto", what, rows, "vfn.price of the whole layout"))
 
     def _hide(self) -> None:
-        """Parameters are gathered while other layers compute, and gradients are added up so: each has its share of what the pass
-        computes in which it travels, by its size. The first gather and the last sum hide behind nothing: of a few parameters
-        that is much."""
+        """Parameters are gathered while other layers compute, and gradients are added up so: each has its share, by its size,
+        of what the pass computes in which it travels. The first gather and the last sum hide behind nothing: of a few
+        parameters that is much."""
         tied = {self.step.site_of(self.step.inputs[p]) for p in self.step.ties.values()}
-        read = {g.site for g in self.groups if g.site in tied and g.spans[0][0] < self.step.turn}  # not an optimiser's state
+        read = {
+            g.site for g in self.groups if g.site in tied and g.spans[0][0] < self.step.turn
+        }  # not an optimiser's state
         cast, gradients, passes = self._of_parameters(read), self.step.gradients, self._computing()
         sizes = [(self.sites[n].count, math.prod(self.sites[n].outs[0].sizes)) for n in read]  # type: ignore[union-attr]
         total, squares = (sum(count * size**power for count, size in sizes) for power in (1, 2))
@@ -211,4 +213,3 @@ class _Made:
 
 def _looks(it: Described) -> bool:
     return it.is_view or it.is_elementwise
-

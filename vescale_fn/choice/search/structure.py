@@ -42,7 +42,7 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """Those who read equal values of a site, each of which they all read, in one part of the step or in all of it.
+    """Those who read equal values of a site, each of which they all read, first in the same pass.
 
     Attributes:
         site, part: what makes the values.
@@ -220,13 +220,12 @@ class _Read:
             for some, moments in zip(parted(*map(tuple, edges)), parted(*self.moments[node, part])):
                 some = tuple(dict.fromkeys(some))
                 if some:
-                    _, spans = groups.setdefault((u, part, frozenset(some)), (some, []))
+                    late = moments[0] >= self.turn
+                    _, spans = groups.setdefault((u, part, late, frozenset(some)), (some, []))
                     spans.append((moments[0], moments[-1]))
         made_by = {number: self.reps[n] for n, number in self.number.items()}
         sizes = lambda u, part: itemsizes(made_by[u].node, made_by[u].outs[part])  # type: ignore[arg-type]
-        return [
-            Readers(u, part, some, tuple(spans), sizes(u, part)) for (u, part, _), (some, spans) in groups.items()
-        ]
+        return [Readers(*key[:2], some, tuple(spans), sizes(*key[:2])) for key, (some, spans) in groups.items()]
 
     def _results(self, recording: Any, ties: Mapping[int, int]) -> None:
         self.result_sites, self.loose = dict[int, int](), list[tuple[int, ...]]()

@@ -69,7 +69,7 @@ def _starts(graph: fx.Graph, nodes: list[fx.Node], ahead: int) -> dict[fx.Node, 
     place = {node: i for i, node in enumerate(graph.nodes)}
     found = {node: made_at(node, place) + 0.5 for node in nodes}
     gathers = [node for node in nodes if collective_of(node).kind == "all_gather" and not before[node]]
-    first, bytes_ = 0, 0
+    first, bytes_, last = 0, 0, 0.0
     for i, node in enumerate(gathers):
         bytes_ += _gathered(node) if i else 0  # of the gathers after the first one, up to this
         while first < i - 1 and bytes_ > ahead:
@@ -79,9 +79,10 @@ def _starts(graph: fx.Graph, nodes: list[fx.Node], ahead: int) -> dict[fx.Node, 
         for user in node.users:
             met |= before[user]
         sums = list[fx.Node]()
-        for other in every[: every.index(gathers[first])] if i else ():
-            sums = [*sums, other] if collective_of(other).kind in _SUMS and not met & bits[other] else []
-        found[node] = found[sums[0]] - 0.5 + turn / 2 if sums else place[gathers[first]] + turn
+        for other in every[: every.index(gathers[first])]:
+            passed = other in found and collective_of(other).kind in _SUMS and not met & bits[other]
+            sums = [*sums, other] if passed else []
+        last = found[node] = max(last, found[sums[0]] - 0.5 + turn / 2 if sums else place[gathers[first]] + turn)
     return found
 
 
