@@ -124,7 +124,7 @@ def one(name: str, ranks: int, layers: int = 0, budgets: int = 3) -> list[list[A
         beside = [best, *figures(fit[best])]
         try:
             meshes = vfn.mesh_shapes(ranks, nodes=ranks // NODE)
-            choice = vfn.auto(step, *args, mesh=meshes, memory=int(memory), candidates=3, seconds=SECONDS, **how)
+            choice = vfn.auto(step, *args, mesh=meshes, memory=int(memory), seconds=SECONDS, **how)
             chosen: list[Any] = [*figures(choice.predicted), choice.predicted.seconds / fit[best].seconds, said(choice)]
         except vfn.errors.VfnError as error:
             chosen = [math.nan, math.nan, math.nan, math.nan, str(error).splitlines()[0]]

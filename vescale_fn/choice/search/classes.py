@@ -1,7 +1,7 @@
 """Equal layers: inputs and calls of a step that share a choice.
 
-Inputs whose names differ by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``). A call of one tensor shares its
-choice with those of the tensors that share one, as casts of parameters do. Others do so with those that come as late after
+Inputs whose names differ by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``). A call of one tensor shares
+its choice with those of the tensors that share one, as casts of parameters do. Others do so with those that come as late after
 the last read of such an input, or of what is made of it alone. What is shared restricts the choices and prices none of them
 wrongly: each move between two classes is counted as often as it is made.
 """
