@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -53,6 +54,51 @@ def test_a_chosen_training_step_computes_what_one_device_does(model, axes) -> No
         for a, b in zip(vfn.tree.leaves(want), vfn.tree.leaves(got), strict=True):
             # gradients of k's bias are 0 but for rounding, of which AdamW makes updates of some 1e-11
             torch.testing.assert_close(vfn.unshard(b), a, rtol=1e-9, atol=1e-9)
+
+
+class Trained(NamedTuple):
+    params: object
+    state: object
+
+
+# Of a step with parameters, a state and a batch, what it returns, and the same arguments made of it for the next call.
+RETURNED = {
+    "in order": (lambda params, state, loss: (params, state, loss), lambda out, batch: (*out[:2], batch)),
+    "the other way round": (lambda params, state, loss: (loss, state, params), lambda out, batch: (*out[:0:-1], batch)),
+    "by name": (
+        lambda params, state, loss: {"loss": loss, "new": {"state": state, "params": params}},
+        lambda out, batch: (out["new"]["params"], out["new"]["state"], batch),
+    ),
+    "fields": (lambda params, state, loss: (loss, Trained(params, state)), lambda out, batch: (*out[1], batch)),
+    "one of them": (lambda params, state, loss: [state], lambda out, batch: (None, out[0], batch)),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_replaces_an_argument_is_laid_out_as_it_is(name: str) -> None:
+    """However it is returned: it can be given to the next call."""
+    returned, again = RETURNED[name]
+    optimizer = vfn.optim.adamw(1e-2)
+
+    def step(params, state, batch):
+        loss, grads = vfn.value_and_grad(lambda p: ((batch @ p["up"]).relu() @ p["down"]).square().mean())(params)
+        updates, state = optimizer.update(grads, state, params)
+        return returned(vfn.optim.apply_updates(params, updates), state, loss)
+
+    params = {"up": torch.linspace(-1, 1, 8 * 8).reshape(8, 8).double(), "down": torch.ones(8, 8).double() / 8}
+    args = params, optimizer.init(params), torch.linspace(0, 1, 64).reshape(8, 8).double()
+    fixed = P("tp"), [(r"(mean|square)", P(None, "tp"))], None
+    choice = vfn.auto(step, *args, mesh={"tp": 4}, hardware=SLOW, candidates=1, fixed=fixed)
+    filled = lambda new: tuple(old if x is None else x for old, x in zip(args, new, strict=True))
+    want = step(*filled(again(step(*args), args[2])))
+    with vfn.simulate(4):
+        lie = vfn.shard(args, choice.mesh(), choice.specs)
+        fast = choice.jit()
+        new = again(fast(*lie), lie[2])
+        for x, specs in zip(new[:2], choice.specs, strict=False):
+            assert x is None or vfn.tree.map(vfn.spec_of, x) == specs
+        got = fast(*(old if x is None else x for old, x in zip(lie, new, strict=True)))
+        torch.testing.assert_close(vfn.unshard(got), want)
 
 
 def test_it_says_which_meshes_it_did_not_search() -> None:

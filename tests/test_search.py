@@ -33,7 +33,8 @@ from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.moves import spec_of_dims
 from vescale_fn.choice.search.priced import Priced
 from vescale_fn.choice.search.program import program
-from vescale_fn.choice.search.search import on_mesh, replaced, search, structure_of
+from vescale_fn.choice.search.replaced import replaced
+from vescale_fn.choice.search.search import on_mesh, search, structure_of
 from vescale_fn.choice.search.shapes import mesh_shapes, searched
 from vescale_fn.choice.search.solver import Choices
 from vescale_fn.choice.search.structure import structure

@@ -36,7 +36,8 @@ from .recording import Recording, record
 from .scheduled import Scheduled, known, scheduled, worth_pricing
 from .search.best import NothingFits
 from .search.layouts import Layouts
-from .search.search import replaced, search
+from .search.replaced import replaced
+from .search.search import search
 from .search.shapes import searched
 from .verified import specs_of
 

@@ -21,7 +21,7 @@ from .recording import Recording
 from .search.best import NothingFits
 from .search.highs import OutOfTime
 from .search.layouts import Layouts
-from .search.search import replaced
+from .search.replaced import replaced
 
 _RAISED = 1.35  # times the bound, where the search finds nothing within it
 _NEARLY = 0.02  # of the bound, by which it is lowered at least

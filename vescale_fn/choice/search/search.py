@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ...plan.uncollected import uncollected
 from .again import add_repeats
 from .best import SECONDS, Best, best
@@ -18,6 +16,7 @@ from .layouts import CallLayout, Layouts
 from .moves import spec_of_dims
 from .options import PARTIAL, Layout, is_plain
 from .program import Program, program
+from .replaced import replaced
 from .structure import Structure, structure
 
 
@@ -68,7 +67,7 @@ def search(
         memory: bytes that a rank may hold; None: any, so that what moves is kept as long as somebody reads it.
         fixed: of inputs, by number, the specs that are given.
         candidates: how many layouts at most: the best of all, and others in each of which a large argument lies otherwise.
-        ties: of results, by number, the input that each replaces; None: found by shape, in order.
+        ties: of results, by number, the input that each replaces; None: as `replaced` finds them.
         seconds: that all solutions have together, or until when. Where they end, what was found by then is the answer.
         again: whether products of the forward pass may be computed again, so that less is held.
 
@@ -95,29 +94,9 @@ def structure_of(recording: Any, ties: Mapping[int, int] | None = None) -> Struc
 
     Args:
         recording: of the step.
-        ties: of results, by number, the input that each replaces; None: found by shape, in order.
+        ties: of results, by number, the input that each replaces; None: as `replaced` finds them.
     """
     return structure(recording, replaced(recording) if ties is None else ties)
-
-
-def replaced(recording: Any) -> dict[int, int]:
-    """Of results the inputs that they replace: those of the same shapes and dtypes, in the same order."""
-    kinds = [
-        (tuple(x.meta["val"].shape), x.meta["val"].dtype) if _is_tensor(x) else None for x in recording.placeholders
-    ]
-    found, at = dict[int, int](), 0
-    for r, made in enumerate(recording.results):
-        if made is None or not _is_tensor(made) or not made.meta["val"].ndim:
-            continue
-        kind = tuple(made.meta["val"].shape), made.meta["val"].dtype
-        place = next((i for i in range(at, len(kinds)) if kinds[i] == kind), None)
-        if place is not None and kind[1].is_floating_point:
-            found[r], at = place, place + 1
-    return found
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _found(made: Program, one: Best, first: Best) -> FoundLayouts:
