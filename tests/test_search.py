@@ -209,7 +209,7 @@ def test_what_is_offered_can_be_carried_out(name: str) -> None:
     made = program(structure(recording, {}), axes, vfn.hardware.h100())
     step = made.step
     lies = lambda d, layout, shape: normal(spec_of_dims(d.sizes, d.dims, layout, axes), axes, shape)
-    for call in (x for x in step.calls if x.rule is not None):
+    for call in (x for x in step.calls if x.rule is not None and not x.is_made):
         number = step.classes[call.node]
         ins, outs = step.dims[number]
         if view := step.through.get(number):
@@ -289,6 +289,31 @@ def test_equal_layers_share_choices_and_cost_as_much_as_one_by_one(layers: int, 
         same += chosen[len(made.sites) - first :]
         assert apart.seconds(same) == pytest.approx(made.seconds(chosen), rel=1e-12)
         assert held(apart).by_moment(same).tolist() == pytest.approx(held(made).by_moment(chosen).tolist(), rel=1e-12)
+
+
+def test_what_is_made_of_nothing_is_made_in_parts() -> None:
+    """Zeros, and numbers in a row, in every layout that is offered, both axes on one dim among them."""
+    axes, hardware, x = {"dp": 2, "tp": 2}, vfn.hardware.h100(), torch.arange(32.0).reshape(4, 8)
+
+    def step(x):
+        return x.new_zeros((4, 8)) + x, torch.arange(8.0) * x, x.new_full((4, 8), 2.0).index_add(0, torch.arange(4), x)
+
+    recording, tried = record(step, x), 0
+    made = program(structure(recording, {}), axes, hardware)
+    for site in made.sites:
+        if site.of is None or not site.of.is_made:
+            continue
+        (dims,) = site.outs
+        for option in site.options:
+            spec = spec_of_dims(dims.sizes, dims.dims, option.outs[0], axes)
+            call = CallLayout((P(),) * len(option.ins), (spec,))
+            layouts = Layouts(axes, (P("dp", "tp"),), {site.of.node.name: call}, ())
+            with vfn.simulate(4):
+                mesh = vfn.make_mesh((2, 2), ("dp", "tp"))
+                got = applied(recording, layouts, mesh)(vfn.shard(x, mesh, P("dp", "tp")))
+                torch.testing.assert_close(vfn.unshard(got), step(x), rtol=0, atol=0)
+            tried += 1
+    assert tried >= 20
 
 
 LOSSES = {
