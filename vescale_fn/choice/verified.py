@@ -141,16 +141,16 @@ def _lower(bound: float, memory: float, found: Sequence[Verified]) -> float:
 
 
 def _free(solve: Callable[..., Sequence[Any]], memory: float | None) -> tuple[list[Any], list[Any]]:
-    """The best layouts of all: where all of them are predicted to fit, they are what a bound would give; else the better half
-    of them, which may yet fit."""
+    """The best layouts of all: where the best is predicted to fit, it is what a bound would give, too, and those count that fit
+    beside it; else the better half of them, which may yet fit."""
     if memory is None:
         return [], []
     try:
         free = [*solve(memory=None)]
     except (NothingFits, OutOfTime):
         return [], []
-    fits = all(one.bytes <= memory for one in free)
-    return (free, []) if fits else ([], free[: -(-len(free) // 2)])
+    fits = [one for one in free if one.bytes <= memory]
+    return (fits, []) if fits[:1] == free[:1] else ([], free[: -(-len(free) // 2)])
 
 
 def ranked(found: Iterable[Verified]) -> list[Verified]:

@@ -183,25 +183,30 @@ def _improved(boundary: KeptAcross, one: Weighed, limit: int) -> Weighed:
     left = max(64, _WORK // len(boundary.nodes))
     cost = {m: boundary.seconds[maker] for m, maker in boundary.maker.items()}
     changed = True
+
+    def counted(choice: Keeping) -> Weighed:
+        nonlocal left
+        left -= 1
+        return _counted(boundary, choice, limit)
+
     while changed and left > 0:
         changed = False
         for m in sorted(boundary.free - one.choice.kept, key=lambda m: (-cost[m], m)):
             kept, sent = one.choice.kept, one.choice.sent - {m}
-            more = _counted(boundary, Keeping(kept | {m}, sent), limit)
-            left -= 1
+            more = counted(Keeping(kept | {m}, sent))
             others = sorted(kept, key=lambda m: (cost[m], -boundary.bytes[m], m)) if more.peak > limit else ()
             swaps = (
-                _counted(boundary, Keeping(kept - {x} | {m}, sent), limit)
+                counted(Keeping(kept - {x} | {m}, sent))
                 for x in others
                 if boundary.bytes[x] >= more.peak - limit and x in boundary.repeats
             )
             away = (
-                _counted(boundary, other, limit)
+                counted(other)
                 for x in (m, *itertools.islice(others, _SWAPS))
                 for other in _others(boundary, Keeping(kept | {m} if x != m else kept, sent), x)
                 if x in boundary.copies and x in other.sent
             )
-            again = [_counted(boundary, Keeping(kept, sent), limit)] if m in one.choice.sent & boundary.repeats else ()
+            again = [counted(Keeping(kept, sent))] if m in one.choice.sent & boundary.repeats else ()
             for found in (more, *again, *itertools.islice(swaps, _SWAPS), *away):
                 if found.peak <= limit and found.seconds < one.seconds:
                     one, changed = found, True
