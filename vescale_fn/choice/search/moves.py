@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..._core.arrays import reshard_plan
 from ..._core.sharding.merged_dim import merge
 from ..._core.sharding.spec import P, from_split_axes
+from ...plan.passes.buckets import ALONE, GATHERED, LIMIT
 from .options import NONE, PARTIAL, Layout
 
 _SUMS = ("all_reduce", "reduce_scatter")
@@ -21,10 +22,12 @@ class Sent(NamedTuple):
     Attributes:
         seconds: of all, and of what a rank does by itself to make its part of a sum of what it has.
         steps: of each its kind, its axes and the bytes that a rank gives to it.
+        together: how many equal values travel as one.
     """
 
     seconds: float
     steps: tuple[tuple[str, tuple[str, ...], float], ...]
+    together: int = 1
 
 
 class Moves:
@@ -41,16 +44,21 @@ class Moves:
         self._found: dict[Any, Sent] = {}
         self._plans: dict[Any, list[tuple[str, tuple[str, ...], int]]] = {}
 
-    def __call__(self, sizes: tuple[int, ...], itemsize: int, summed: int, before: Layout, after: Layout) -> Sent:
-        """The move of a value whose atoms have these sizes, and whose elements so many bytes, in sums as many as `summed`."""
+    def __call__(
+        self, sizes: tuple[int, ...], itemsize: int, summed: int, before: Layout, after: Layout, together: int = 1
+    ) -> Sent:
+        """The move of a value whose atoms have these sizes, and whose elements so many bytes, in sums as many as `summed`.
+        `together`: how many equal values may travel as one, if they are small, as the buckets of plans have them."""
         if before == after:
             return Sent(0.0, ())
-        key = sizes, itemsize, summed, before, after
+        key = sizes, itemsize, summed, before, after, together
         if key not in self._found:
-            self._found[key] = self._made(sizes, itemsize, summed, before, after)
+            self._found[key] = self._made(*key)
         return self._found[key]
 
-    def _made(self, sizes: tuple[int, ...], itemsize: int, summed: int, before: Layout, after: Layout) -> Sent:
+    def _made(
+        self, sizes: tuple[int, ...], itemsize: int, summed: int, before: Layout, after: Layout, together: int
+    ) -> Sent:
         if all(a == b or (a == NONE and b >= 0) for a, b in zip(before, after)):
             return Sent(0.0, ())  # each rank keeps its part
         used = sorted({k for k in (*before, *after) if k >= 0})
@@ -60,7 +68,15 @@ class Moves:
         steps = [(kind, axes, total / split * size(kind)) for kind, axes, split in self._steps(len(used), first, last)]
         alone = sum(self._alone(kind, nbytes) for kind, _, nbytes in steps)
         found = tuple(step for step in steps if step[0] not in reshard_plan.LOCAL_KINDS)
-        return Sent(sum(self.hardware.collective(k, n, self.axes, axes) for k, axes, n in found) + alone, found)
+        many = [self._together(*step, together) for step in found]
+        sent = (self.hardware.collective(k, n * m, self.axes, axes) / m for (k, axes, n), m in zip(found, many))
+        return Sent(sum(sent) + alone, found, max(many, default=1))
+
+    def _together(self, kind: str, axes: tuple[str, ...], nbytes: float, together: int) -> int:
+        """How many of `together` collectives plans make as one."""
+        gathered = nbytes * math.prod(self.axes[a] for a in axes) if kind == "all_gather" else 0.0
+        fit = min(LIMIT / nbytes, GATHERED / gathered if gathered else math.inf) if 0 < nbytes < ALONE else 1.0
+        return max(min(together, int(fit)), 1)
 
     def _alone(self, kind: str, nbytes: float) -> float:
         """The seconds of a step without a collective: what is to be a sum is zeros on other ranks, or around a rank's part."""

@@ -99,9 +99,11 @@ class Program:
         dims = self.sites[group.site].outs[group.part]
         if dims is None:
             return 0.0
-        seconds = self.moves(dims.sizes, group.itemsize, group.summed, before, after).seconds
-        found = group.shown * seconds + sum(more * max(0.0, seconds - most) for most, more in group.exposed)
-        return len(group.spans) * found
+        count = len(group.spans)
+        sent = self.moves(dims.sizes, group.itemsize, group.summed, before, after, count if group.exposed else 1)
+        found = group.shown * sent.seconds + sum(more * max(0.0, sent.seconds - most) for most, more in group.exposed)
+        # of those that travel as one the first gather is that of all, and the last sum
+        return count * found + (sent.together - 1) * (1 - group.shown) * sent.seconds
 
     def seconds(self, chosen: Sequence[int]) -> float:
         """What all takes, with these options."""
