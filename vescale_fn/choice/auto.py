@@ -1,4 +1,4 @@
-"""`auto`: how the arguments and the calls of a step are best laid out, found by a search and checked by the prices of plans."""
+"""`auto`: the fastest layout of a step's arguments and calls, found by a search and checked by the prices of plans."""
 
 from __future__ import annotations
 
@@ -50,44 +50,45 @@ def auto(
     seconds: float = 60.0,
     **kwargs: Any,
 ) -> ChosenLayout:
-    """The layout in which a step takes least time, by prediction: how its arguments lie, and how each of its calls is split.
+    """The layout in which a step is predicted to be fastest: the specs of its arguments, and how its calls are partitioned.
 
-    The step is recorded once, as for one device and without values. Of every call the table of rules says in which ways it may
-    be split; an integer program (HiGHS) picks one for each, so that calls and the collectives between them take least,
-    within the memory. The best few layouts are then recorded on a mesh without ranks, improved by all passes, and priced as
-    `price` does it: the fastest one that fits is the answer. Nothing is allocated, and no other process is needed.
+    The step is traced once, as for one device and without values. For every call, the table of sharding rules says how it may
+    be partitioned; an integer program (HiGHS) picks one way for each, so that the calls and the collectives between them take
+    the least time within the memory. The best few layouts are then traced on an abstract mesh, optimised by all passes, and
+    priced as by `price`: the fastest one that fits is the answer. Nothing is allocated, and no other process is needed.
 
     Args:
         step: the function.
-        args: its arguments: arrays, tensors, or their shapes (`eval_shape`), and what else it takes. How arrays lie does not
-            count.
-        kwargs: arguments by name, ``batch=batch``. In `fixed`, `others`, `donate_argnums` and ``choice.specs`` each has the
-            place that it has in the step's signature; behind all others, where the step takes it by name alone.
-        mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind; or several of them, to choose from, such as
-            ``mesh_shapes(64, nodes=8)``. By default that of the arguments, or the current one. Where that is one of processes,
-            all of them call it, and get the same answer, or an error. On those with the axis of a
-            `pipeline` in the step it runs in stages, its parameters at the ranks that use them, its calls as the rules vote.
-        memory: what a rank may need: bytes, ``"70 GiB"``, or ``"90 %"`` of a device's. By default all that a device has.
+        args: its arguments: arrays, tensors, or their shapes (`eval_shape`), and whatever else it takes. The layouts of arrays
+            are ignored.
+        kwargs: arguments by name, ``batch=batch``. In `fixed`, `others`, `donate_argnums` and ``choice.specs`` each has its
+            position in the step's signature, or comes after all others where the step takes it by name alone.
+        mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind; or several of them to choose from, such as
+            ``mesh_shapes(64, nodes=8)``. By default, the mesh of the arguments, or the current one. If that is a mesh of
+            processes, all of them must call `auto`, and all get the same answer, or an error. On a mesh with the axis of a
+            `pipeline` in the step, the step runs in stages: its parameters are placed at the ranks that use them, and its calls
+            are laid out by the sharding rules.
+        memory: the limit for a rank: bytes, ``"70 GiB"``, or ``"90 %"`` of a device's memory. By default, all of it.
         hardware: as for `price`.
-        fixed: specs that are given: a `P` for all arguments; or a tuple with a `P`, a prefix tree, or rules (which need not
-            match all leaves) for each, None for what is free. Meshes on which they do not fit are left out.
-        others: layouts by name that are priced, too, so that the answer is never worse than these. Each is `specs` as of
-            `price`, of the step with its arguments laid out so and its calls as the rules vote; or ``(step, specs)``, a step
-            of the same arguments and results that states its layout itself; or ``(step, specs, mesh)``, on a mesh of its own.
+        fixed: specs that must be kept: a `P` for all arguments; or a tuple with a `P`, a prefix tree, or rules (which need not
+            match all leaves) for each argument, None for one that is free. Meshes on which they do not fit are left out.
+        others: layouts by name that are priced, too, so that the answer is never worse than these. Each is `specs` as for
+            `price`, for the step itself, with its calls laid out by the sharding rules; or ``(step, specs)``, a step with the
+            same arguments and results that states its layout itself; or ``(step, specs, mesh)``, on a mesh of its own.
         donate_argnums: arguments, by position, whose memory a call may use up; ``choice.jit()`` passes it to `jit`.
-        candidates: how many layouts that the search finds are priced. With 0 it chooses among the `others` alone.
-        microbatches: numbers of parts to choose from, in which the step may compute its batch, ``(1, 2, 4)``: it takes the
-            number as ``microbatches=``, for `vfn.optim.microbatches`, say. Each is recorded, searched and priced by itself.
-        seconds: the most that a search may take, of all meshes and candidates together; what was found by then counts.
+        candidates: how many of the layouts that the search finds are priced. With 0 it chooses among the `others` alone.
+        microbatches: numbers of microbatches to choose from, ``(1, 2, 4)``: the step takes the number as ``microbatches=``, to
+            pass it to `vfn.optim.microbatches`, say. Each is traced, searched and priced by itself.
+        seconds: the most that a search may take, for all meshes and candidates together; what was found by then counts.
 
     Returns:
-        A `ChosenLayout`; printing it shows a table. ``choice.specs`` says how the arguments lie, ``choice.rules()`` the same as
-        few rules to paste, ``choice.jit()`` is the step in this layout as a plan.
+        A `ChosenLayout`; printing it shows a table. ``choice.specs`` are the specs of the arguments, ``choice.rules()`` the
+        same as a few rules to paste, ``choice.jit()`` is the step in this layout as a plan.
 
     Raises:
         VfnError: no layout fits in the memory; HiGHS is not installed (``pip install 'vescale_fn[auto]'``).
         SpecError: specs that do not fit. MeshError: no mesh. HardwareError: a mesh of more ranks than the hardware has.
-        TransformError: the step cannot be recorded, or no layout of it can be carried out.
+        TransformError: the step cannot be traced, or no layout of it can be carried out.
 
     >>> import torch, vescale_fn as vfn
     >>> def step(params, x):
@@ -130,7 +131,7 @@ def _chosen(
     candidates: int,
     seconds: float,
 ) -> ChosenLayout:
-    """What this process chooses."""
+    """The layout that this process chooses."""
     if candidates:
         highs()
     donate = donated(donate_argnums, len(args))
@@ -175,7 +176,7 @@ def _beside_stages(
     memory: float,
     seconds: float,
 ) -> Callable[[Mapping[str, int], Mapping[int, P]], Any]:
-    """What searches once more, also on meshes on which the step runs in stages."""
+    """A function that repeats the search with more specs fixed, also on meshes on which the step runs in stages."""
 
     def looks(on: Mapping[str, int], more: Mapping[int, P]) -> Any:
         if piped is None or dict(on) not in [dict(axes_of(one)) for one in piped.meshes]:
@@ -187,7 +188,7 @@ def _beside_stages(
 
 
 def _not_priced(left_out: Sequence[str], ranked: Sequence[Verified]) -> tuple[str, ...]:
-    """Of the meshes that searches left out, each with its reason, those that no other search has found a layout on."""
+    """The meshes that searches left out, each with its reason, unless another search has found a layout on it."""
     priced, reasons = {mesh_text(one.layouts.mesh) for one in ranked}, {one.partition(": ")[0]: one for one in left_out}
     return tuple(one for mesh, one in reasons.items() if mesh not in priced)
 
@@ -201,7 +202,7 @@ def _with_stages(
     memory: float,
     seconds: float | None,
 ) -> Mapping[str, Any]:
-    """The layouts that are given, with those in which the step runs in stages; `seconds`: None where nothing is searched."""
+    """The given layouts, and those in which the step runs in stages; `seconds`: None where nothing is searched."""
     if piped is None:
         return others
     rows = {} if seconds is None else piped.rows(fixed, hardware, memory, seconds)
@@ -209,7 +210,7 @@ def _with_stages(
 
 
 def _fixed(recorded: Recording, fixed: Any, mesh: AbstractMesh) -> dict[int, P]:
-    """The specs that are given, by placeholder; or raise where they do not fit on this mesh."""
+    """The fixed specs, by placeholder; raises where they do not fit on this mesh."""
     found, wrong = given_specs(recorded, fixed, mesh)
     if wrong:
         what = f"fixed= does not fit on the {mesh_text(axes_of(mesh))}"

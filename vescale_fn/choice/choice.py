@@ -1,4 +1,4 @@
-"""What `auto` answers: the layout that it chose, the next best ones, and why."""
+"""`ChosenLayout`, the answer of `auto`: the layout that it chose, the next best ones, and why."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class ChosenLayout:
     """A layout of a step, chosen among many; made by `auto`. It prints as a table of the best ones.
 
     Args:
-        recorded: the step.
+        recorded: the traced step.
         ranked: layouts with the prices of their plans, the best first.
         hardware: that they are priced for.
-        budget: the bytes that a rank may need; None: any.
-        again: searches once more, on a mesh, with the specs of some placeholders, by number, given: a layout with its
-            ``seconds``, ``compute`` and ``bytes`` as predicted.
-        donated: the arguments by position whose memory a call may use up.
+        budget: the memory limit of a rank, in bytes; None: no limit.
+        again: repeats the search on a mesh with the specs of some placeholders, by number, fixed: a layout with its predicted
+            ``seconds``, ``compute`` and ``bytes``.
+        donated: the arguments, by position, whose memory a call may use up.
 
     Attributes:
-        microbatches: in how many parts the step computes its batch, where that was chosen, too.
-        in_other_parts: the best layouts of other numbers of parts, the best first.
+        microbatches: the number of microbatches, where that was chosen, too.
+        in_other_parts: the best layouts for other numbers of microbatches, the best first.
         left_out: the meshes that were not searched, each with the reason.
     """
 
@@ -74,8 +74,8 @@ class ChosenLayout:
     # --- the layout ---------------------------------------------------------------------------------------------------
 
     def mesh(self) -> Any:
-        """The mesh that the layout is of, made of the ranks that there are (`make_mesh`); all of them ask for it, and have
-        chosen the same.
+        """The mesh of the layout, made of the available ranks (`make_mesh`); all of them must call this, and must have chosen
+        the same layout.
 
         Raises:
             DivergenceError: they have not.
@@ -86,18 +86,18 @@ class ChosenLayout:
 
     @property
     def specs(self) -> tuple[Any, ...]:
-        """How the arguments lie: for each, by position, a tree of specs."""
+        """The layout of the arguments: a tree of specs for each, by position."""
         return specs_of(self.recorded, self.layouts)
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule of the step's pipeline, to be written as ``schedule=``, where that was chosen, too: of a step that says
-        ``schedule="auto"``, and runs in stages."""
+        """The schedule of the step's pipeline, to be written as ``schedule=``, where it was chosen, too: for a step that says
+        ``schedule="auto"`` and runs in stages; else None."""
         chosen = chosen_of(self.ranked[0].step)
         return None if chosen is None else chosen.schedule
 
     def shard(self, *args: Any, mesh: Any = None) -> Any:
-        """Arguments of the step, the first ones, laid out as chosen: one as itself, several as a tuple."""
+        """The first arguments of the step, sharded as chosen: a single one as itself, several as a tuple."""
         specs = self.specs[: len(args)]
         if len(args) > len(specs):
             what = f"{len(args)} arguments, and the step was recorded with {len(self.specs)}"
@@ -106,13 +106,13 @@ class ChosenLayout:
         return found[0] if len(args) == 1 else found
 
     def rules(self, argument: int = 0) -> list[Rule]:
-        """How the leaves of an argument lie, as few rules for `spec_from_rules`: (regular expression, spec), to paste."""
+        """The specs of an argument's leaves, as a few rules for `spec_from_rules` to paste: (regular expression, spec)."""
         return rules_of(dict(zip(dotted(self.recorded.call.args[argument]), tree.leaves(self.specs[argument]))))
 
     @property
     def moves(self) -> list[MoveToWrite]:
-        """The lines to write besides the `rules`, so that the step comes to this layout by itself: none, where the rules alone
-        do, or where a step was given. What it then costs is the price `written`; what it costs without them, `pasted`.
+        """The lines to write besides the `rules`, so that the step gets this layout by itself: none where the rules alone are
+        enough, or where a step was given. `written` is the price of the step with these lines, `pasted` without them.
 
         Raises:
             TransformError: the step does not run a second time, or not on arrays.
@@ -121,13 +121,13 @@ class ChosenLayout:
 
     @property
     def written(self) -> Price:
-        """What the step costs as it is written, with its arguments laid out as `rules` say, and with all `moves` written: the
-        price of this layout, wherever that is as fast as what the search found."""
+        """The price of the step with its arguments laid out by the `rules`, and with all `moves` written into it: the price of
+        this layout, wherever that is as fast as what the search found."""
         return self._as_written.price
 
     @property
     def _as_written(self) -> Verified:
-        """The step as it is best written; found when it is asked for, where it was not yet."""
+        """The best way to write the step; found on first use, where it is not known yet."""
         one = self.ranked[0]
         if one.step is not None:
             return one
@@ -138,11 +138,11 @@ class ChosenLayout:
 
     @property
     def pasted(self) -> Price:
-        """What the step costs as it is written, with its arguments laid out as `rules` say, and its calls as the rules vote:
-        without this choice, before any of its `moves` are written.
+        """The price of the step as it is, with its arguments laid out by the `rules`, and its calls by the sharding rules:
+        without the rest of this choice, before any of its `moves` are written.
 
         Raises:
-            TransformError: it does not run so, as where the carry of a scan would lie otherwise behind it.
+            TransformError: it does not run so, as where the carry of a scan would leave it in another layout.
         """
         try:
             return self.compare(pasted=self.specs)[1]
@@ -150,14 +150,15 @@ class ChosenLayout:
             raise does_not_run("choice.pasted", self.recorded.name, "with the rules alone", error) from error
 
     def applied(self, mesh: Any = None) -> Callable[..., Any]:
-        """The step in this layout as a function, to be run eagerly; on the mesh of its arguments, where none is given."""
+        """The step in this layout as a function that runs eagerly; on the mesh of its arguments, where none is given."""
         if (step := self.ranked[0].step) is not None:
             return as_given(step, self.specs, self.layouts.mesh, mesh)
         return applied(self.recorded, self.layouts, mesh)
 
     def jit(self, mesh: Any = None, **how: Any) -> Jitted[..., Any]:
-        """The step in this layout as a plan; `how`: the arguments of `jit`. What was donated when it was priced is here too,
-        and the plan is held to the memory, ``memory=``, where it was then; to that of all ranks that it simulates."""
+        """The step in this layout as a plan; `how`: the arguments of `jit`. The arguments that were donated in its price are
+        donated here, too. Where the priced plan was held to a memory limit, so is this one, by ``memory=``: on simulated
+        ranks, to the memory of all of them together."""
         memory = self.ranked[0].memory
         held = memory and memory * (context.simulated() or 1)
         return jit(self.applied(mesh), **{"donate_argnums": self.donated, "memory": held, **how})
@@ -166,15 +167,15 @@ class ChosenLayout:
 
     @property
     def predicted(self) -> Price:
-        """What a step costs: seconds by part, bytes by axis, memory."""
+        """The predicted price of the step: seconds by part, bytes by axis, memory."""
         return self.ranked[0].price
 
     def timeline(self) -> StepTimeline:
-        """When a step computes and when it waits, and what travels over which axes meanwhile, as predicted."""
+        """The predicted timeline of the step: when it computes, when it waits, and what is sent over which axes meanwhile."""
         return self.predicted.timeline()
 
     def memory(self) -> MemoryUse:
-        """The memory that one rank needs, over the calls."""
+        """The memory of one rank, call by call."""
         return self.predicted.memory
 
     def comms(self) -> CommLog:
@@ -183,7 +184,7 @@ class ChosenLayout:
 
     @property
     def others(self) -> tuple[ChosenLayout, ...]:
-        """The next best ones; and the best ones of other numbers of `microbatches`."""
+        """The next best layouts, and the best ones for other numbers of `microbatches`."""
         return (*(self.of([one]) for one in self.ranked[1:]), *self.in_other_parts)
 
     def of(self, ranked: Sequence[Verified]) -> ChosenLayout:
@@ -193,11 +194,11 @@ class ChosenLayout:
         return found
 
     def compare(self, *specs: Any, mesh: Mapping[str, int] | None = None, **named: Any) -> Prices:
-        """What the step costs as it is written, its arguments in other layouts, beside this choice.
+        """The price of the step as it is, with its arguments in other layouts, beside this choice.
 
         Args:
             specs: each as for `price`: a tuple with a spec, or a prefix tree, for each argument.
-            mesh: of these; by default that of the choice.
+            mesh: for these; by default, that of the choice.
             named: the same, with names for the table.
         """
         rows = {**{f"other {i + 1}": one for i, one in enumerate(specs)}, **named}
@@ -211,14 +212,14 @@ class ChosenLayout:
     # --- why ----------------------------------------------------------------------------------------------------------
 
     def explain(self, what: str) -> str:
-        """Why something lies as it does: of an argument the other ways with what they would cost, of a line its calls.
+        """Why something has its layout: for an argument, its other layouts with what they would cost; for a line, its calls.
 
         Args:
             what: a path of the parameters, ``"blocks.0.mlp.up"``, or of another argument, ``"state.mean.blocks.0.mlp.up"``; a
-                regular expression of such, ``r"mlp\\.up$"``; or a line, ``"model.py:12"``.
+                regular expression for paths, ``r"mlp\\.up$"``; or a line, ``"model.py:12"``.
 
         Raises:
-            SpecError: nothing is called so.
+            SpecError: nothing has this name.
         """
         return explained(self.recorded, self.layouts, self.predicted, self._again, what)
 

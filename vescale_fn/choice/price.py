@@ -1,4 +1,4 @@
-"""`price`: what a step would cost in a layout: its time by part, its traffic, its memory, before anything is started."""
+"""`price`: predicts the time, traffic and memory of a step in a layout, before anything runs."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ def price(
     donate_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Price:
-    """What a step would cost in a layout: seconds of computing and of waiting, bytes by axis, the most memory, by line.
+    """The predicted cost of a step in a layout: compute time, exposed communication, bytes by axis, peak memory, all by line.
 
-    The step is recorded once, for shapes on a mesh without ranks (`abstract_mesh`), and improved by all passes, as `jit` does
+    The step is traced once, for shapes on an abstract mesh (`abstract_mesh`), and optimised by all passes, as `jit` does it
     on each rank; nothing is allocated, and no other process is needed, for any number of ranks. The plan's collectives, their
-    bytes and its peak are what a run has; seconds are predicted: of its calls in order, beside which collectives travel as
-    the plan begins them and waits for them.
+    bytes and its peak memory are those of a run. Seconds are predicted: calls run in order, and collectives overlap with them
+    from where the plan starts them to where it waits for them.
 
     Args:
         step: the function, or what `jit` has made of it.
-        args: its arguments: arrays, tensors, or their shapes (`eval_shape`, `init` with ``abstract=True``), and what else it
-            takes. Of tensors only shape and dtype count.
-        kwargs: arguments by name, ``batch=batch``. In `specs` and `donate_argnums` each has the place that it has in the step's
-            signature; behind all others, where the step takes it by name alone.
-        specs: how they lie: a `P` for all; or a tuple with one, or a prefix tree, or rules as of `spec_from_rules`, for each
-            argument, None for what stays as it is: an array's own layout, a tensor whole on every rank.
-        mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind. By default that of the arguments, or
+        args: its arguments: arrays, tensors, or their shapes (`eval_shape`, `init` with ``abstract=True``), and whatever else
+            it takes. Of tensors, only shape and dtype count.
+        kwargs: arguments by name, ``batch=batch``. In `specs` and `donate_argnums` each has its position in the step's
+            signature, or comes after all others where the step takes it by name alone.
+        specs: the layout of the arguments: a `P` for all; or a tuple with a `P`, a prefix tree, or rules as for
+            `spec_from_rules`, for each argument, None for one that keeps its layout: an array its own, a tensor replicated.
+        mesh: the sizes of the axes, ``{"dp": 8, "tp": 8}``, or a mesh of any kind. By default, the mesh of the arguments, or
             the current one.
-        hardware: as of `vfn.hardware`; or "h100", "a100", "b200", "cpu", with nodes of 8 for all ranks. By default H100s, or
-            for a mesh of processes on CPUs "cpu".
-        donate_argnums: as for `jit`, where `step` is none of it.
+        hardware: from `vfn.hardware`; or "h100", "a100", "b200", "cpu", with nodes of 8 for all ranks. By default H100s, or
+            "cpu" for a mesh of processes on CPUs.
+        donate_argnums: as for `jit`, where `step` is not jitted yet.
 
     Returns:
         A `Price`. Printing it shows a table; ``price.compare(other_specs)`` shows the same step in other layouts beside it.
 
     Raises:
         SpecError: specs that do not fit. MeshError: no mesh. HardwareError: a mesh of more ranks than the hardware has.
-        TransformError: the step cannot be recorded.
+        TransformError: the step cannot be traced.
 
     >>> import torch, vescale_fn as vfn
     >>> from vescale_fn import P
@@ -111,10 +111,10 @@ def _placed(step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 def priced(
     lowered: Lowered, hardware: Hardware, mesh: Mapping[str, int], again: Callable[..., Price] | None = None
 ) -> Price:
-    """What a plan costs.
+    """The price of a plan.
 
     Args:
-        lowered: the plan of one rank, as on a mesh without ranks.
+        lowered: the plan of one rank, as on an abstract mesh.
         hardware: that it runs on.
         mesh: the sizes of all axes.
         again: prices the same step in another layout.

@@ -1,9 +1,9 @@
-"""Equal layers: inputs and calls of a step that share a choice.
+"""Classes: the inputs and calls of equal layers, which share a choice.
 
-Inputs whose names differ by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``). A call of one tensor shares
-its choice with those of the tensors that share one, as casts of parameters do. Others do so with those that come as late after
-the last read of such an input, or of what is made of it alone. What is shared restricts the choices and prices none of them
-wrongly: each move between two classes is counted as often as it is made.
+Inputs whose names differ only by the number of a layer share one (``blocks[0].up``, ``blocks[1].up``). Equal calls with one
+operand, such as casts of parameters, share one where their operands do. Other equal calls share one where they come equally
+late after the last read of such an input, or of a value made from it alone. Sharing restricts the choices, but prices none of
+them wrongly: each move between two classes is counted as often as it is made.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import fx
 from .described import Described
 
 _NUMBER = re.compile(r"(?<=[\[._/])\d+(?=[\]._/])")
-_LAYERS, _LEAVES = 2, 3  # the fewest layers that share a choice, and leaves of each
+_LAYERS, _LEAVES = 2, 3  # the fewest layers that share a choice, and the fewest leaves of each
 
 
 def tied_names(inputs: Sequence[tuple[str, Any]]) -> list[str]:
-    """The names of inputs, without the number of a layer where several have equal leaves.
+    """The names of inputs, with a wildcard for the number of a layer where several layers have equal leaves.
 
     Args:
-        inputs: name and type of each.
+        inputs: the name and the type of each.
 
     >>> tied_names([(f"blocks[{i}].{name}", 0) for i in range(3) for name in ("q", "k", "v")])[:4]
     ['blocks[*].q', 'blocks[*].k', 'blocks[*].v', 'blocks[*].q']
@@ -47,7 +47,7 @@ def tied_names(inputs: Sequence[tuple[str, Any]]) -> list[str]:
 
 
 def _words(of: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """What stands for the numbers of layers with equal leaves."""
+    """The wildcards for the numbers of layers that have equal leaves."""
     alike: dict[Any, list[str]] = defaultdict(list)
     for number, leaves in of.items():
         alike[frozenset(leaves.items())].append(number)
@@ -60,18 +60,18 @@ def _words(of: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def classes(sites: Sequence[Described], names: Sequence[str]) -> list[int]:
-    """The class of each input and call, by number.
+    """The number of the class of each input and call.
 
     Args:
-        sites: in order.
-        names: of the inputs among them.
+        sites: the inputs and calls, in order.
+        names: the names of the inputs among them.
     """
     inputs = [x for x in sites if x.is_input]
     kinds = [tuple((tuple(o.shape), o.dtype) if o is not None else None for o in x.outs) for x in sites]
     tied = tied_names([*zip((names), kinds)])
     if len(set(tied)) == len(tied):
         return list(range(len(sites)))
-    numbers, found = dict[Any, int](), dict[Any, int]()  # of keys; of nodes
+    numbers, found = dict[Any, int](), dict[Any, int]()  # by key; by node
     named = {x.node for x in inputs if any(o is not None and o.numel() > 1 for o in x.outs)}
     since, made = Counter[Any](), Counter[Any]()
     names_ = iter(tied)
@@ -96,6 +96,6 @@ def classes(sites: Sequence[Described], names: Sequence[str]) -> list[int]:
 
 
 def _own(x: Described, kind: Any) -> Any:
-    """What a call computes, but for its operands: these by their shapes, as `scale * x` and `grad * scale` are not alike."""
+    """What a call computes, with its operands known by shape alone: `scale * x` and `grad * scale` are not alike."""
     args = fx.map_arg((x.node.args, dict(x.node.kwargs)), lambda _: "%")
     return str(x.node.target), repr(args), kind, tuple(x.shapes)

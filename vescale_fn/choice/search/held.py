@@ -1,8 +1,8 @@
-"""The memory that a rank needs by the choices: at each moment what is held for later calls, by how it lies.
+"""Live memory: the bytes that a rank holds at each moment, by the layouts that were chosen.
 
-Arguments are held all the time, and a result that replaces one lies where it lay. What a call gives is held until the last call
-that reads it; what a move gives, from the first to the last call of one part of the step that reads it. A gradient is held as
-the update wants it, where that is smaller.
+Arguments are live all the time, and a result that replaces one takes over its memory. The result of a call is live until the
+last call that reads it. The result of a move is live from the first to the last call that reads it, in one pass of the step or
+in all of it. A gradient is held in the layout that the update wants, where that is smaller.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .program import Group, Program
 
 @dataclass(eq=False)
 class HeldBytes:
-    """What is held at each moment, a moment for each call.
+    """What is live at each moment; there is a moment for each call.
 
     Attributes:
-        values: of (site, result) how many of its values there are at each moment.
-        copies: of groups, by number, how many values that a move has made.
-        gaps: of (site, result) how many need not be held at each moment, as they can be computed again.
+        values: for (site, result), how many of its values are live at each moment.
+        copies: for groups, by number, how many values made by a move are live at each moment.
+        gaps: for (site, result), how many values need not be live at each moment, because they can be recomputed.
     """
 
     program: Program
@@ -37,7 +37,7 @@ class HeldBytes:
     gaps: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[Any, Any])
 
     def live(self, site: int, part: int, option: Option) -> np.ndarray:
-        """How many values there are at each moment, with an option of the site."""
+        """How many values are live at each moment, with an option of the site."""
         live, of = self.values[site, part], self.program.sites[site].of
         if (site, part) not in self.gaps or not (option.again or (of is not None and is_cheap(of.node))):
             return live
@@ -67,7 +67,7 @@ class HeldBytes:
         return total
 
     def row(self, moment: int) -> tuple[dict[tuple[int, int], float], dict[tuple[int, Layout, Layout], float]]:
-        """What options, by site and number, and moves of groups hold at a moment."""
+        """The bytes live at a moment, for each option by site and number, and for each move of a group."""
         options, moves = dict[tuple[int, int], float](), dict[tuple[int, Layout, Layout], float]()
         for (site, part), live in self.values.items():
             if live[moment]:
@@ -91,7 +91,7 @@ class HeldBytes:
         return options, moves
 
     def pairs(self, group: Group) -> Iterator[tuple[Layout, Layout]]:
-        """All moves of a group that may be."""
+        """All possible moves of a group, as pairs of layouts."""
         program = self.program
         befores = dict.fromkeys(option.outs[group.part] for option in program.sites[group.site].options)
         afters = dict.fromkeys(
@@ -103,17 +103,17 @@ class HeldBytes:
         return ((a, b) for a in befores for b in afters)
 
     def wanted(self, group: Group, chosen: Sequence[int]) -> list[Layout]:
-        """How those who read a group want it."""
+        """The layouts that the readers of a group want."""
         found = (self.program.target(edge, chosen[edge.site]) for edge in group.edges)
         return [*dict.fromkeys(x for x in found if x is not None)]
 
     def is_sent(self, group: Group, before: Layout, after: Layout) -> bool:
-        """Whether a move makes a value: a rank's part of one is a view of it."""
+        """Whether a move makes a new value: where a rank only takes its own part, that is a view."""
         return self.program.price(group, before, after) > 0
 
     @cached_property
     def early(self) -> Mapping[tuple[int, int], int]:
-        """Of values that move as soon as they are made, the group."""
+        """The group of each value that is moved as soon as it is made."""
         groups = self.program.groups
         alone = Counter((g.site, g.part) for g in groups)
         early = lambda g: g.is_gradient and len(g.edges) == alone[g.site, g.part] == 1
@@ -130,7 +130,7 @@ class HeldBytes:
 
 
 def held(program: Program) -> HeldBytes:
-    """What is held by the choices of a program."""
+    """The live memory of a program's choices."""
     found = HeldBytes(program)
     for key, spans in program.step.gaps.items():
         if key not in found.early:

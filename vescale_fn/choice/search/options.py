@@ -1,4 +1,4 @@
-"""The choices of a call: which axis splits which label, or adds up what."""
+"""The options of a call: which mesh axis shards which label, and along which axes there are partial sums."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from .atoms import Atoms
 from .composed import APART
 from .described import Described, parts, rows
 
-# How a value lies, for each axis of the mesh: the number of the atom that it splits, none, or partial sums along it.
+# A layout of a value has an entry for each axis of the mesh: the number of the atom that the axis shards, NONE where the value
+# is replicated along the axis, or PARTIAL for partial sums along it.
 Layout = tuple[int, ...]
 NONE, PARTIAL = -1, -2
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to carry a call out.
+    """One way to carry out a call.
 
     Attributes:
-        ins: how each operand lies; None where it does not matter.
-        outs: how each result lies.
-        seconds: what it takes.
-        split: the axes that share the work.
-        folds: of results that are put together at once, by number, over which axes.
-        again: whether its result is not held, but computed again.
-        apart: the axes that split what the call sums over, so that it is carried out as its steps.
+        ins: the layout of each operand; None where any will do.
+        outs: the layout of each result.
+        seconds: the time of the call.
+        split: the axes over which the work is split.
+        folds: the results that are reduced over ranks at once, by number, each with the axes.
+        again: whether its result is recomputed instead of kept.
+        apart: the axes that shard a dim that the call sums over, so that it is carried out as its steps.
     """
 
     ins: tuple[Layout | None, ...]
@@ -43,12 +44,12 @@ class Option:
 
 
 class Dims:
-    """The dims of an operand or a result as atoms, those of size 1 left out.
+    """The dims of an operand or a result as atoms, without those of size 1.
 
     Attributes:
-        sizes: of all atoms, one after the other.
-        dims: of each dim the numbers of its atoms.
-        labels: of each atom its label; None where it must be whole.
+        sizes: the sizes of all atoms, in order.
+        dims: for each dim, the numbers of its atoms.
+        labels: the label of each atom; None where it must not be sharded.
     """
 
     def __init__(self, atoms: list[tuple[int, ...]], labels: list[list[Any]]) -> None:
@@ -94,7 +95,7 @@ def _labels(label: Any, size: int, atoms: tuple[int, ...], sizes: Mapping[Any, s
         while at >= start * n and (following := next(pieces, None)) is not None:
             (start, n, inner), k = following, 0
         inside = at >= start and at * atom <= start * n
-        # of a label with dims of several sizes, or of which a call has a range, the outermost part alone may be split
+        # where a label has dims of several sizes, or the call takes a range of it, only the outermost part may be sharded
         alone = len(sizes.get(inner, ())) > 1 or inner in blocks
         found.append((inner, k) if inner is not None and inside and not (alone and k) else None)
         at, k = at * atom, k + 1
@@ -104,10 +105,10 @@ def _labels(label: Any, size: int, atoms: tuple[int, ...], sizes: Mapping[Any, s
 def options(
     n: int, site: Described, atoms: Atoms, axes: Mapping[str, int], partial: bool = True
 ) -> tuple[list[Option], list[Dims], list[Dims | None]]:
-    """The ways to carry out a class of calls; without what they take.
+    """The options of a class of calls, without their times; and the dims of its operands and results.
 
     Args:
-        partial: whether calls that are linear may be made of partial sums.
+        partial: whether linear calls may take partial sums.
     """
     ins, outs = dims_of(n, site, atoms)
     if site.is_input or site.is_made:
@@ -128,8 +129,8 @@ def options(
 
 
 def _choosable(site: Described, ins: list[Dims], outs: list[Dims | None]) -> dict[Any, list[int]]:
-    """The labels of atoms that an axis may split, each with the sizes of these: they are found in every tensor of whose dims
-    the rule says so, where cuts that do not nest may have left them out, and once in each."""
+    """The labels that an axis may shard, each with the sizes of its atoms. Such a label has an atom in every tensor for which
+    the rule has the label (cuts that do not nest may have left it out), and no more than one atom in each."""
     every, found = [("in", i, one) for i, one in enumerate(ins)], dict[Any, list[int]]()
     every += [("out", i, one) for i, one in enumerate(outs) if one is not None]
     for _, _, one in every:
@@ -149,20 +150,20 @@ def _choosable(site: Described, ins: list[Dims], outs: list[Dims | None]) -> dic
 
 
 def layouts(sizes: Sequence[int], axes: Mapping[str, int]) -> list[Layout]:
-    """All ways in which a value of these atoms may lie, sums apart; an axis of one rank splits nothing."""
+    """All layouts of a value with these atoms, without partial sums; an axis of one rank shards nothing."""
     fits = lambda found, k: sizes[k] % math.prod(n for n, x in zip(axes.values(), found) if x == k) == 0
     every = itertools.product(*([NONE, *range(len(sizes))] if n > 1 else [NONE] for n in axes.values()))
     return [found for found in every if all(fits(found, k) for k in found if k >= 0)]
 
 
 def is_plain(dims: Dims, layout: Layout, axes: Mapping[str, int]) -> bool:
-    """Whether no dim is split in parts of its own, as people write layouts."""
+    """Whether no dim is sharded by its parts (`Merged`), as in the layouts that people write."""
     of = lambda k: tuple(a for a, x in zip(axes, layout) if x == k)
     return not any(isinstance(merge([(dims.sizes[k], of(k)) for k in dim], axes), Merged) for dim in dims.dims if dim)
 
 
 def _is_mixed(chosen: tuple[Any, ...]) -> bool:
-    """Whether steps that sum over a dim would be made of partial sums."""
+    """Whether a call carried out as its steps would take partial sums."""
     return "partial" in chosen and any(_is_apart(x) for x in chosen)
 
 
@@ -178,7 +179,7 @@ def _divides(label: Any, sizes: Sequence[int], chosen: tuple[Any, ...], axes: Ma
 def _option(
     site: Described, ins: list[Dims], outs: list[Dims | None], chosen: tuple[Any, ...], axes: tuple[str, ...]
 ) -> Option:
-    """The way in which each axis splits what was chosen for it: a label, nothing, or nothing of what is a partial sum."""
+    """The option in which each axis has what was chosen for it: a label to shard, nothing, or partial sums."""
     rule, first = site.rule, outs[0]
     assert rule is not None
     summed = {x for x in chosen if x is not None and x != "partial" and x[0] in rule.sums}
@@ -198,8 +199,8 @@ def _option(
 
 
 def _given(rule: Rule, i: int, one: Dims, chosen: tuple[Any, ...], joined: set[Any]) -> Layout | None:
-    """How an operand lies; None where it does not matter. Of some only the shape is read: what is made lies as they do, but
-    for sums."""
+    """The layout of an operand; None where any will do. Of some operands only the shape is read: the result has their layout,
+    except for partial sums."""
     if i in rule.shape_only and not _is_labelled(one):
         return None
     partial = {"partial"} if i in rule.linear or i in rule.shape_only else set[Any]()
@@ -211,6 +212,6 @@ def _is_labelled(one: Dims) -> bool:
 
 
 def _lying(one: Dims, chosen: tuple[Any, ...], partial: Any) -> Layout:
-    """How a tensor lies, of whose dims each axis splits the one with the label that was chosen for it."""
+    """The layout of a tensor in which each axis shards the atom with the label that was chosen for it."""
     found = {label: k for k, label in enumerate(one.labels) if label is not None}
     return tuple(found.get(x, PARTIAL if x is not None and x in partial else NONE) for x in chosen)

@@ -1,4 +1,4 @@
-"""The program of choices of a recorded step: sites that choose, values that move between them, and what all of it costs."""
+"""The choices of a traced step on a mesh: sites with options, moves (reshards) of values between them, and all costs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from .moves import Moves, spec_of_dims
 from .options import Dims, Layout, Option, layouts, options
 from .structure import RESULT, Edge, Span, Structure
 
-# The share of a collective beside computation that is exposed all the same; and from which share of that computation on it is
-# larger, and by how much: not all of it is where it is of use. Set by the prices of `benchmarks.chosen_layouts`.
+# The share of a collective that is exposed although it overlaps with computation. Where the collective takes more than these
+# shares of that computation, the exposed share rises by so much: not all of the computation is where it can hide something.
+# Set by the prices of `benchmarks.chosen_layouts`.
 _BESIDE = 0.07
 _RISES = ((0.5, 0.35), (1.0, 0.58))
 
 
 @dataclass(eq=False)
 class Chooser:
-    """Calls, inputs or a result that choose together.
+    """A site: calls or inputs that share one choice, or a result.
 
     Attributes:
-        number: its place.
+        number: its position among the sites.
         of: one of the calls; None for a result that replaces no input.
-        count: how many there are.
-        options: to choose from, with the seconds of one call.
+        count: how many calls there are.
+        options: the options to choose from, with the seconds of one call.
         ins, outs: the dims of operands and results.
     """
 
@@ -42,23 +43,23 @@ class Chooser:
     outs: list[Dims | None] = field(default_factory=list[Dims | None])
 
     def lies(self, option: int, operand: int) -> Layout | None:
-        """How an option wants an operand; or how the result that replaces the input is to lie."""
+        """The layout that an option wants of an operand, or of the result that replaces the input."""
         found = self.options[option]
         return found.outs[0] if operand == RESULT else found.ins[operand]
 
 
 @dataclass(eq=False)
 class Group:
-    """Those who read a value, in one part of the step or in all of it: of equal moves they share one.
+    """The readers of a value, in one pass of the step or in all of it: those that need the same move share it.
 
     Attributes:
-        site, part: what makes the value.
-        edges: who reads it.
-        spans: of each of equal values from when to when they read it.
-        itemsize, summed: the bytes of an element, and those in which it is added up over ranks.
-        shown: the part of the seconds of a move that is exposed: all of them, but for moves that can begin early or end late.
-        exposed: of these, from how many seconds on a larger part is exposed, and by how much it is larger.
-        is_gradient: whether it is read by the update alone, element by element.
+        site, part: the site and the result that make the value.
+        edges: the readers.
+        spans: for each of equal values, the moments of the first and the last read.
+        itemsize, summed: the bytes of an element, and its bytes in a reduction over ranks.
+        shown: the exposed share of the seconds of a move: 1, except for moves that can start early or end late.
+        exposed: for such moves, from how many seconds on a larger share is exposed, and by how much it is larger.
+        is_gradient: whether only the update reads it, element by element.
     """
 
     site: int
@@ -77,10 +78,10 @@ class Program:
     """The choices of a step on a mesh.
 
     Attributes:
-        step: what is the same on all meshes.
-        sites, groups: as they are.
-        moves: what moves take.
-        keeps: whether what moves in the forward pass is kept for the backward pass; else it moves once more.
+        step: the structure, which is the same on all meshes.
+        sites, groups: the sites, and the groups of readers.
+        moves: gives the time of moves.
+        keeps: whether what a move of the forward pass gives is kept for the backward pass; else the value is moved again.
     """
 
     step: Structure
@@ -90,12 +91,12 @@ class Program:
     keeps: bool = False
 
     def target(self, edge: Edge, option: int) -> Layout | None:
-        """How a site with this option wants a value, in the value's atoms; None where it does not matter."""
+        """The layout, in the value's atoms, that a reading site with this option wants; None where any will do."""
         lies = self.sites[edge.site].lies(option, edge.operand)
         return None if lies is None else tuple(edge.atoms[x] if x >= 0 else x for x in lies)
 
     def price(self, group: Group, before: Layout, after: Layout) -> float:
-        """The seconds of a move of all values of a group that are not hidden."""
+        """The exposed seconds of a move of all values of a group."""
         dims = self.sites[group.site].outs[group.part]
         if dims is None:
             return 0.0
@@ -106,7 +107,7 @@ class Program:
         return count * found + (sent.together - 1) * (1 - group.shown) * sent.seconds
 
     def seconds(self, chosen: Sequence[int]) -> float:
-        """What all takes, with these options."""
+        """The seconds of a step with these options."""
         total = sum(site.count * site.options[k].seconds for site, k in zip(self.sites, chosen))
         for group in self.groups:
             before = self.sites[group.site].options[chosen[group.site]].outs[group.part]
@@ -122,14 +123,14 @@ def program(
     fixed: Mapping[int, Any] | None = None,
     keeps: bool = False,
 ) -> Program:
-    """The program of a recorded step.
+    """The program of a traced step.
 
     Args:
-        step: its calls, and who reads what.
-        axes: of the mesh, with their sizes.
-        hardware: what calls and moves take.
-        fixed: of inputs, by number, how they lie.
-        keeps: whether what moves in the forward pass is kept for the backward pass.
+        step: its calls, and which of them read which values.
+        axes: the axes of the mesh, with their sizes.
+        hardware: gives the time of calls and moves.
+        fixed: the specs of inputs, by number, that must be kept.
+        keeps: whether what a move of the forward pass gives is kept for the backward pass.
     """
     return _Made(step, axes, hardware, fixed or {}, keeps).program
 
@@ -140,7 +141,7 @@ class _Made:
     ) -> None:
         self.step, self.axes, self.hardware = step, dict(axes), hardware
         self.sites = [self._site(n, number) for n, number in step.number.items()]
-        for sizes in step.loose:  # a result that replaces no input lies in any way, but is no partial sum
+        for sizes in step.loose:  # a result that replaces no input: any layout but partial sums
             ways_ = [Option((x,), ()) for x in layouts(sizes, self.axes)]
             self.sites.append(Chooser(len(self.sites), None, 1, ways_))
         self._fix(fixed)
@@ -158,7 +159,7 @@ class _Made:
         return site
 
     def _fix(self, fixed: Mapping[int, Any]) -> None:
-        """Leave inputs whose specs are given the options that are these specs."""
+        """Restrict inputs with fixed specs to the options with these specs."""
         for i, given in fixed.items():
             site = self.sites[self.step.site_of(self.step.inputs[i])]
             dims = site.outs[0]
@@ -175,9 +176,9 @@ class _Made:
                 raise SpecError(report("auto", what, rows, "vfn.price of the whole layout"))
 
     def _hide(self) -> None:
-        """Parameters are gathered while other layers compute, and gradients are added up so: each has its share, by its size,
-        of what the pass computes in which it travels. The first gather and the last sum hide behind nothing: of a few
-        parameters that is much."""
+        """Set the exposed share of moves that overlap with computation: parameters are gathered, and gradients reduced, while
+        other layers compute. Each overlaps with a share of the computation in its pass, in proportion to its size. The first
+        gather and the last reduction overlap with nothing, which is a large part where there are few parameters."""
         tied = {self.step.site_of(self.step.inputs[p]) for p in self.step.ties.values()}
         read = {
             g.site for g in self.groups if g.site in tied and g.spans[0][0] < self.step.turn
@@ -195,7 +196,7 @@ class _Made:
                 group.is_gradient = not early and not any(edge.operand == RESULT for edge in group.edges)
 
     def _computing(self) -> tuple[float, float]:
-        """The seconds that the forward pass computes at least, and the backward pass."""
+        """The least seconds of computation in the forward pass, and in the backward pass."""
         step, passes = self.step, [0.0, 0.0]
         for n, number in step.number.items():
             least = min(x.seconds for x in self.sites[number].options)
@@ -204,7 +205,7 @@ class _Made:
         return passes[0], passes[1]
 
     def _of_parameters(self, read: set[int]) -> set[int]:
-        """What is made of one parameter element by element, as its cast to another dtype is."""
+        """The sites of values computed from one parameter element by element, such as its cast to another dtype."""
         found, before = set[int](), set[int]()
         while todo := [g for g in self.groups if g.site in read | found and g.site not in before]:
             before.update(g.site for g in todo)

@@ -1,4 +1,4 @@
-"""The best layouts of a recorded step on a mesh."""
+"""Searches for the best layouts of a traced step on a mesh."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .structure import Structure, structure
 
 @dataclass(frozen=True)
 class FoundLayouts:
-    """Layouts with what they take, by prediction.
+    """A layout of a step, with its predicted cost.
 
     Attributes:
-        layouts: of the step.
-        seconds: of a step.
+        layouts: the layouts of all values and calls of the step.
+        seconds: the time of a step.
         compute: the part of it that calls take.
-        bytes: the most that a rank holds.
-        relaxed: whether the linear relaxation gave it, without a branch.
-        proven: whether there are no better ones, by prediction; time may have been too short to tell. Of others than the first:
-            none in which the same argument lies otherwise than in the first.
-        least: seconds that any layout on this mesh takes at least, by prediction.
-        within: the share of its time by which the best that was found may miss the best that there is; 0 where that is proven.
+        bytes: the peak memory of a rank.
+        relaxed: whether the linear relaxation gave this layout, without branching.
+        proven: whether no layout is better, by prediction; time may have been too short to tell. For layouts after the first:
+            no better one in which the same argument is laid out differently from the first.
+        least: a lower bound on the seconds of all layouts on this mesh, by prediction.
+        within: the share of its time by which the best layout that was found may miss the optimum; 0 where it is proven.
     """
 
     layouts: Layouts
@@ -61,18 +61,18 @@ def search(
     """The best layouts of a step, by prediction, the best first.
 
     Args:
-        recording: of the step, or its structure.
-        mesh: axes with their sizes.
-        hardware: what calls and collectives take.
-        memory: bytes that a rank may hold; None: any, so that what moves is kept as long as somebody reads it.
-        fixed: of inputs, by number, the specs that are given.
-        candidates: how many layouts at most: the best of all, and others in each of which a large argument lies otherwise.
-        ties: of results, by number, the input that each replaces; None: as `replaced` finds them.
-        seconds: that all solutions have together, or until when. Where they end, what was found by then is the answer.
-        again: whether products of the forward pass may be computed again, so that less is held.
+        recording: the traced step, or its structure.
+        mesh: the axes with their sizes.
+        hardware: gives the time of calls and collectives.
+        memory: the bytes that a rank may hold; None: no limit, so that a moved value is kept until its last read.
+        fixed: the specs of inputs, by number, that must be kept.
+        candidates: the most layouts to find: the best one, and others that each lay out a large argument differently.
+        ties: the input that each result replaces, by the result's number; None: as `replaced` finds them.
+        seconds: the time for all solves together, or a deadline. When it ends, what was found by then is the answer.
+        again: whether products of the forward pass may be recomputed, to save memory.
 
     Raises:
-        NothingFits: in the memory.
+        NothingFits: no layout fits in the memory.
         OutOfTime: the solver found nothing in the time that it had.
     """
     step = recording if isinstance(recording, Structure) else structure_of(recording, ties)
@@ -83,18 +83,18 @@ def search(
 
 
 def on_mesh(made: Program, memory: float | None, candidates: int, deadline: Deadline) -> list[FoundLayouts]:
-    """The best layouts of a program, as of `search`."""
+    """The best layouts of a program, as in `search`."""
     several = sum(size > 1 for size in made.moves.axes.values()) > 2
     found = (best_in_pairs if several else best)(made, memory, candidates, deadline)
     return [_found(made, one, found[0]) for one in found]
 
 
 def structure_of(recording: Any, ties: Mapping[int, int] | None = None) -> Structure:
-    """What is the same on all meshes of a recorded step.
+    """The structure of a traced step, which is the same on all meshes.
 
     Args:
-        recording: of the step.
-        ties: of results, by number, the input that each replaces; None: as `replaced` finds them.
+        recording: the traced step.
+        ties: the input that each result replaces, by the result's number; None: as `replaced` finds them.
     """
     return structure(recording, replaced(recording) if ties is None else ties)
 
@@ -107,12 +107,12 @@ def _found(made: Program, one: Best, first: Best) -> FoundLayouts:
 
 
 def layouts_of(made: Program, chosen: Sequence[int]) -> Layouts:
-    """The layouts that options mean."""
+    """The layouts of all values and calls, by the options that were chosen."""
     axes, step = made.moves.axes, made.step
     calls, lies, inputs, wanted = dict[str, CallLayout](), dict[Any, Any](), dict[Any, Any](), _of_views(made, chosen)
     known: dict[
         Any, tuple[CallLayout, list[Layout]]
-    ] = {}  # by class, and how the operands lie: as few as there are layers
+    ] = {}  # by class and layouts of the operands: few, as equal layers share them
     for x in step.calls:
         n = step.classes[x.node]
         before = wanted[x.node] if x.node in wanted else [lies[y] for y in x.operands]
@@ -143,8 +143,8 @@ def layouts_of(made: Program, chosen: Sequence[int]) -> Layouts:
 
 
 def _of_views(made: Program, chosen: Sequence[int]) -> dict[Any, list[Layout]]:
-    """Of views that only rename how what they view is to lie, where all who read them want them in one layout: what moves is
-    what they view, once for all of them, and it is kept. Where that is not to be, they move by themselves."""
+    """For each renaming view whose readers all want it in one layout, the layout that its operand is to have: then the viewed
+    value is moved, once for all of them, and kept. Where that is not possible, the view itself is moved."""
     step, wants, found = made.step, dict[Any, set[Layout]](), dict[Any, list[Layout]]()
     known, shown = dict[Any, bool](), {source(node)[0] for node in step.results if node is not None}
     for x in reversed(step.calls) if made.keeps else ():
@@ -169,7 +169,7 @@ def _of_views(made: Program, chosen: Sequence[int]) -> dict[Any, list[Layout]]:
 
 
 def _lying(made: Program, chosen: Sequence[int], n: int, before: list[Any]) -> tuple[CallLayout, list[Layout]]:
-    """The layout of a call of a class whose operands lie so, and of the atoms of what it gives."""
+    """The layout of a call of this class whose operands have the layouts `before`, and the layouts of its results, by atom."""
     named = lambda d, layout: spec_of_dims(d.sizes, d.dims, layout, made.moves.axes)
     ins, outs = made.step.dims[n]
     if (view := made.step.through.get(n)) is not None:

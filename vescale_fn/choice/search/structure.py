@@ -1,7 +1,7 @@
-"""What is the same on all meshes of a recorded step: which calls choose together, and what reads what.
+"""The structure of a traced step, the same on all meshes: which calls share a choice, and which calls read which values.
 
-All that takes time with every call is done here, once for a recording. What a mesh adds takes time with every class of calls:
-a step of 80 equal layers has no more of them than one of 8.
+All work that grows with the number of calls is done here, once for each traced step. The work for a mesh grows with the number
+of classes of calls: a step of 80 equal layers has no more of them than one of 8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .described import Described, described, source
 from .options import Dims, dims_of
 from .sums import itemsizes
 
-RESULT = -1  # the operand of an input that a result replaces: it lies as the input does
+RESULT = -1  # as an operand of an input: the result that replaces the input, and has its layout
 Span = tuple[int, int]
 Root = tuple[Any, int, tuple[int, ...] | None]
 
@@ -31,8 +31,8 @@ class Edge:
     """An operand of a site, read from a value.
 
     Attributes:
-        site, operand: who reads it.
-        atoms: of each atom of the operand the number of that of the value.
+        site, operand: the reading site, and which of its operands it is.
+        atoms: for each atom of the operand, the number of the value's atom.
     """
 
     site: int
@@ -42,13 +42,13 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """Those who read equal values of a site, each of which they all read, first in the same pass.
+    """The readers of equal values of a site: all of them read each of the values, and first in the same pass.
 
     Attributes:
-        site, part: what makes the values.
-        edges: who reads each of them.
-        spans: of each value the moments of the first and the last of these calls.
-        itemsizes: the bytes of an element, and those in which it is added up over ranks.
+        site, part: the site and the result that make the values.
+        edges: the readers of each value.
+        spans: for each value, the moments of the first and the last of these reads.
+        itemsizes: the bytes of an element, and its bytes in a reduction over ranks.
     """
 
     site: int
@@ -60,29 +60,29 @@ class Readers:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """The calls of a recorded step, and who reads what.
+    """The calls of a traced step, and which of them read which values.
 
     Attributes:
-        calls: the inputs and calls, in order.
-        paths, inputs: of the inputs, their names and nodes.
+        calls: the inputs and calls, in order; a moment is a position in it.
+        paths, inputs: the names and the nodes of the inputs.
         results: the node of each result; None for one that is no value of the step.
-        atoms: of the dims of all classes.
+        atoms: the atoms of the dims of all classes.
         reps: one call of each class.
-        counts: how many there are of each class.
+        counts: how many calls each class has.
         turn: where the backward pass begins: the number of its first call.
-        late: how many there are of each class from there on.
-        classes: of each node the number of its class.
-        dims: of each class, of its operands and results.
-        through: of each class of renaming views, of each atom of the result that of what is viewed.
-        number: of each other class the number of its site.
-        loose: of results that replace no input the sizes of the atoms; their sites come after the others.
-        readers: of all values.
-        readers_by_part: of all values, those in the forward pass and those in the backward pass apart.
-        spans: of (site, result) from when to when each of its values is held.
-        ties: of results, by number, the input that each replaces.
-        result_sites: of other results the number of the site.
+        late: how many calls each class has from there on.
+        classes: the number of the class of each node.
+        dims: for each class, the dims of its operands and of its results.
+        through: for each class of renaming views, the viewed value's atom for each atom of the result.
+        number: for each other class, the number of its site.
+        loose: the sizes of the atoms of results that replace no input; their sites come after the others.
+        readers: the readers of all values.
+        readers_by_part: the same, with those in the forward pass and those in the backward pass apart.
+        spans: for (site, result), the live range of each of its values.
+        ties: the input that each result replaces, by the result's number.
+        result_sites: the number of the site of each other result.
         gradients: the (site, result) from which the results that replace inputs are computed element by element.
-        gaps: of (site, result) that can be computed again the moments between in which values need not be held.
+        gaps: for (site, result) that can be recomputed, the moments in between, at which the values need not be live.
     """
 
     calls: Sequence[Described]
@@ -108,16 +108,16 @@ class Structure:
     gaps: Mapping[tuple[int, int], list[Span]]
 
     def site_of(self, node: Any) -> int:
-        """The number of the site of a node that is no renaming view."""
+        """The number of the site of a node; the node must not be a renaming view."""
         return self.number[self.classes[node]]
 
 
 def structure(recording: Any, ties: Mapping[int, int]) -> Structure:
-    """The structure of a recorded step.
+    """The structure of a traced step.
 
     Args:
-        recording: of the step.
-        ties: of results, by number, the number of the input that each replaces, as which it lies.
+        recording: the traced step.
+        ties: the number of the input that each result replaces, by the result's number; it has the layout of that input.
     """
     return _Read(recording, ties).structure
 
@@ -129,7 +129,7 @@ class _Read:
         self.place = {x.node: i for i, x in enumerate(self.calls)}
         self._classes(recording.paths)
         self._dims(recording.results, ties)
-        # Of each value the moments at which it is read, and by whom: early ones, late ones.
+        # For each value, the moments of its reads, and its readers: in the forward pass, in the backward pass.
         self.moments: dict[tuple[Any, int], tuple[list[int], list[int]]] = {}
         self.edges: dict[tuple[Any, int], tuple[dict[Edge, None], dict[Edge, None]]] = {}
         self.turn = self._turn(recording, ties)
@@ -191,12 +191,12 @@ class _Read:
                 self.roots[x.node] = node, part, step if atoms is None else tuple(atoms[k] for k in step)
 
     def _root(self, node: Any, part: int) -> Root:
-        """What makes a value, seen through views that only rename; and its atoms, None for as they are."""
+        """The call and the result behind a value's renaming views, and the atoms seen through these; None: the same atoms."""
         return self.roots.get(node) or (node, part, None)
 
     def _turn(self, recording: Any, ties: Mapping[int, int]) -> int:
-        """Where the backward pass begins; in a step without one, behind the loss, the first number of the results that replace
-        no input."""
+        """Where the backward pass begins; in a step without one, right after the loss: the first floating-point scalar among
+        the results that replace no input."""
         behind = next((i for i, x in enumerate(self.calls) if "backward" in x.node.meta), None)
         if behind is not None:
             return behind
@@ -213,7 +213,7 @@ class _Read:
         self._results(recording, ties)
 
     def _readers(self, parted: Callable[[Any, Any], Sequence[Any]]) -> list[Readers]:
-        """Those who read values, together for values that the same ones read."""
+        """The readers of values; values of a site with the same readers share an entry."""
         groups: dict[Any, tuple[tuple[Edge, ...], list[Span]]] = {}
         for (node, part), edges in self.edges.items():
             u = self.number[self.colour[node]]
@@ -259,7 +259,7 @@ class _Read:
             self.edges.setdefault((node, part), ({}, {}))[late][edge] = None
 
     def _spans(self) -> dict[tuple[int, int], list[Span]]:
-        """From when to when values are held."""
+        """The live ranges of values."""
         spans, replaced, end = defaultdict[Any, Any](list), set(self.tied_roots), len(self.calls) - 1
         views = [rep.is_view for rep in self.reps]
         for at, x in enumerate(self.calls):
@@ -298,7 +298,7 @@ class _Read:
 
 
 def _renamed(ins: Sequence[Dims], outs: Sequence[Dims | None]) -> tuple[int, ...] | None:
-    """Of each atom of a view's result that of what it views; None where they are not the same ones."""
+    """For each atom of a view's result, the viewed value's atom; None where the two do not have the same atoms."""
     (inner, *_), (outer, *_) = ins, outs
     if outer is None or None in inner.labels or sorted(map(repr, inner.labels)) != sorted(map(repr, outer.labels)):
         return None
