@@ -22,7 +22,7 @@ from vescale_fn._core.arrays.stated_layout import stated
 from vescale_fn._core.sharding.placements import normal
 from vescale_fn.choice.apply import applied
 from vescale_fn.choice.recording import record
-from vescale_fn.choice.search import options, solver
+from vescale_fn.choice.search import moves, options, solver
 from vescale_fn.choice.search import structure as structures
 from vescale_fn.choice.search.again import add_repeats
 from vescale_fn.choice.search.best import best, floor, least_peak
@@ -30,7 +30,7 @@ from vescale_fn.choice.search.held import held
 from vescale_fn.choice.search.highs import Deadline, OutOfTime
 from vescale_fn.choice.search.in_pairs import best_in_pairs
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
-from vescale_fn.choice.search.moves import spec_of_dims
+from vescale_fn.choice.search.moves import Moves, spec_of_dims
 from vescale_fn.choice.search.priced import Priced
 from vescale_fn.choice.search.program import program
 from vescale_fn.choice.search.replaced import replaced
@@ -258,7 +258,9 @@ def test_products_are_computed_again_where_memory_binds_and_it_takes_least(axes)
 @pytest.mark.parametrize("layers", (2, 4) if whole.WHOLE else (2,))
 @pytest.mark.parametrize("keeps", [True, False])
 def test_equal_layers_share_choices_and_cost_as_much_as_one_by_one(layers: int, keeps: bool, monkeypatch) -> None:
-    """Also where all parameters are cast before any layer reads one, and all gradients behind the last layer."""
+    """Also where all parameters are cast before any layer reads one, and all gradients behind the last layer; but for what
+    travels as one, of which one layer by itself knows nothing."""
+    monkeypatch.setattr(moves, "ALONE", 0)
     config = llama.Config(layers=layers, vocab=320, dim=256, heads=8, groups=4, hidden=512, dropout=0.0)
     policy, optimizer = vfn.precision.policy("params=f32,compute=bf16"), vfn.optim.adamw(1e-3)
     step = vfn.optim.train_step(
@@ -314,6 +316,18 @@ def test_what_is_made_of_nothing_is_made_in_parts() -> None:
                 torch.testing.assert_close(vfn.unshard(got), step(x), rtol=0, atol=0)
             tried += 1
     assert tried >= 20
+
+
+def test_small_gathers_of_equal_layers_travel_as_one() -> None:
+    """As the buckets of plans have them: many for little more than one, none where each is large."""
+    hardware, axes = vfn.hardware.h100(2), {"dp": 16}
+    move = Moves(axes, hardware)
+    sent = lambda n, many: move((n,), 4, 4, (0,), (options.NONE,), many)
+    alone, together = sent(16 * 1024, 1), sent(16 * 1024, 28)
+    assert (alone.together, together.together) == (1, 28)
+    assert together.steps == alone.steps
+    assert 28 * together.seconds < 2 * alone.seconds
+    assert sent(2**24, 28) == sent(2**24, 1)
 
 
 LOSSES = {
