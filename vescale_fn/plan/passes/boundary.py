@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -75,7 +76,7 @@ class KeptAcross(Counts):
             at += 1
         self.at, place, of = at, {node: i for i, node in enumerate(nodes)}, costs.rates(graph)
         self.seconds = [costs.seconds(node, of) if node.op == "call_function" else 0.0 for node in nodes]
-        self._call = of.call
+        self._call, self._seconds = of.call, np.array([*self.seconds, 0.0])
         made = self._made(place)
         self.repeats = {m for m in made if self._repeatable(self.memories[m].maker, collectives)}
         self._whole = self._sendable(made, place, of) if sending else {}
@@ -87,20 +88,21 @@ class KeptAcross(Counts):
         """Find out what is of use behind the call, and when."""
         at = self.at
         self._once, self._before = self._counted()
-        self._late = [i for i in range(at + 1, len(self.nodes)) if self._takes[i]]
+        takes = [(i, self._takes[i]) for i in range(at + 1, len(self.nodes))]
+        self._late = [(i, frozenset().union(*(needed for _, needed in found))) for i, found in takes if found]
         self._first = {x: i for i, again in self._repeats(Keeping(frozenset())) for x in again}
-        self.needed = {m for i in self._late for _, needed in self._takes[i] for m in needed}
+        self.needed = {m for _, needed in self._late for m in needed}
         self.free = frozenset(self.needed.union(*(needed for x in self._first for _, needed in self._takes[x])))
         self.maker = {m: place[self.memories[m].maker] for m in self.free}
         self.last = {m: i for i in range(at + 1) for m in (*self.made[i], *self.read[i])}
         self.until = {m: self._first[self.maker[m]] for m in self.free & self.repeats}
         self.until |= {m: self._first[x] for x, m in self._whole.items() if m in self.free - self.repeats}
 
-    def _counted(self) -> tuple[Events, list[int]]:
+    def _counted(self) -> tuple[np.ndarray, list[int]]:
         """The calls that count, without views: a value is used at least as late as what is a view of it. And for each call how
         many come before it."""
         counts = [bool(self.made[i]) or not node.users or i == self.at for i, node in enumerate(self.nodes)]
-        return [(i, False) for i, one in enumerate(counts) if one], [0, *itertools.accumulate(map(int, counts))]
+        return np.flatnonzero(counts), [0, *itertools.accumulate(map(int, counts))]
 
     def _taken(self, place: dict[fx.Node, int], can: set[int]) -> list[list[tuple[int, list[int]]]]:
         """For each call the early ones whose results it takes, and the memories of these that it needs and that can be made
@@ -160,7 +162,9 @@ class KeptAcross(Counts):
     def _repeats(self, choice: Keeping) -> Iterator[tuple[int, list[int]]]:
         """What is repeated, or comes back from the host, and before which call."""
         done: set[int] = set()
-        for i in self._late:
+        for i, needed in self._late:
+            if choice.kept.issuperset(needed):
+                continue
             todo = [x for x, needed in self._takes[i] if x not in done and not choice.kept.issuperset(needed)]
             if not todo:
                 continue
@@ -204,27 +208,21 @@ class KeptAcross(Counts):
             choice: what is kept, and what goes to the host.
             limit: of the bytes besides the arguments, for what is on its way.
         """
-        events: Events = []
-        start = 0
+        before, calls = list[int](), list[int]()
         for i, again in self._repeats(choice):
-            events += self._once[start : self._before[i]]
-            for x in again:
-                m = self._comes(x, choice)
-                if m is not None or self.made[x]:
-                    events.append((x if m is None else ~m, True))
-            start = self._before[i]
-        events += self._once[start:]
-        live, ends = self.live(events, self.at, self.free - choice.kept)
-        seconds = [self.seconds[i] if i >= 0 else 0.0 for i, _ in events]
+            found = [(x, self._comes(x, choice)) for x in again]
+            calls += [x if m is None else ~m for x, m in found if m is not None or self.made[x]]
+            before += [self._before[i]] * (len(calls) - len(before))
+        events = Events.of(self._once, before, calls)
+        alive = self.live(events, self.at, self.free - choice.kept)
+        seconds = self._seconds[events.calls.clip(-1)].tolist()
         trips: list[Trip] = []
         if self.copies:
-            index = {event: n for n, event in enumerate(events)}
-            for i, _ in events:
-                if i < 0:
-                    made = index[self.maker[~i], False]
-                    trips.append(Trip(~i, self.bytes[~i], self.copies[~i], made, ends[~i], index[i, True]))
-            arrange(trips, [*live], seconds, limit)
-        return Count(total(trips, seconds, self._call), live, events, trips)
+            back = np.flatnonzero(events.calls < 0)
+            for m, use in zip((~events.calls[back]).tolist(), back.tolist()):
+                trips.append(Trip(m, self.bytes[m], self.copies[m], int(alive.made[m]), int(alive.last[m]), use))
+            arrange(trips, [*alive.bytes], seconds, limit)
+        return Count(total(trips, seconds, self._call), alive.bytes, events, trips)
 
     def rewritten(self, choice: Keeping, limit: int) -> fx.Graph:
         """The graph of a choice."""
@@ -244,7 +242,7 @@ class KeptAcross(Counts):
                 if nodes[x] in turns:
                     copy.meta[plan.REPEATS] = turns[nodes[x]]
                 copies[nodes[x]] = copy
-        for i in self._late:
+        for i, _ in self._late:
             for x, needed in self._takes[i]:
                 if not choice.kept.issuperset(needed):
                     nodes[i].replace_input_with(nodes[x], copies[nodes[x]])
@@ -255,7 +253,8 @@ class KeptAcross(Counts):
     def _send(self, nodes: list[fx.Node], copies: dict[fx.Node, fx.Node], count: Count) -> None:
         """Put what moves values to the host and back where it is to run."""
         whole = {m: nodes[x] for x, m in self._whole.items()}
-        calls = [nodes[i] if not again else copies[whole[~i] if i < 0 else nodes[i]] for i, again in count.events]
+        events = zip(count.events.calls.tolist(), count.events.again.tolist(), strict=True)
+        calls = [nodes[i] if not again else copies[whole[~i] if i < 0 else nodes[i]] for i, again in events]
         there: dict[int, fx.Node] = {}
         for trip in sorted(count.trips, key=lambda trip: trip.made):
             x = whole[trip.memory]

@@ -7,6 +7,9 @@ for it.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,9 +50,7 @@ def arrange(trips: Sequence[Trip], live: list[int], seconds: Sequence[float], li
         seconds: that each event takes.
         limit: of the bytes.
     """
-    start = [0.0]
-    for one in seconds:
-        start.append(start[-1] + one)
+    start = [*itertools.accumulate(seconds, initial=0.0)]
     free = late = 0.0  # when the next copy can begin; how long has been waited
     for trip in sorted(trips, key=lambda trip: trip.made):
         free = max(free, start[trip.made + 1] + late) + trip.seconds
@@ -86,8 +87,10 @@ def total(trips: Sequence[Trip], seconds: Sequence[float], call: float) -> float
         at[trip.leaves].append((clock.wait, trip.memory, True))
         at[trip.comes].append((clock.begin, trip.memory, trip.seconds, False))
         at[trip.use].append((clock.wait, trip.memory, False))
-    for event, one in enumerate(seconds):
-        for do, *what in at.get(event, ()):
+    done = 0  # events, added up one by one: `sum` rounds differently from Python 3.12 on
+    for event in sorted(at):
+        clock.now = functools.reduce(operator.add, seconds[done:event], clock.now)
+        for do, *what in at[event]:
             do(*what)
-        clock.now += one
-    return clock.now
+        done = event
+    return functools.reduce(operator.add, seconds[done:], clock.now)

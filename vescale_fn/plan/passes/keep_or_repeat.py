@@ -91,7 +91,7 @@ def _best(one: Weighed) -> tuple[Any, ...]:
 def _counted(boundary: KeptAcross, choice: Keeping, limit: int) -> Weighed:
     count = boundary.count(choice, limit)
     peak = max(count.live)
-    return Weighed(count.seconds, peak, count.events[count.live.index(peak)][0], choice)
+    return Weighed(count.seconds, peak, int(count.events.calls[count.live.index(peak)]), choice)
 
 
 class _Prices:
