@@ -27,7 +27,7 @@ from vescale_fn.choice.search import structure as structures
 from vescale_fn.choice.search.again import add_repeats
 from vescale_fn.choice.search.best import best, floor, least_peak
 from vescale_fn.choice.search.held import held
-from vescale_fn.choice.search.highs import Deadline, OutOfTime
+from vescale_fn.choice.search.highs import Deadline, OutOfTime, solver_of
 from vescale_fn.choice.search.in_pairs import best_in_pairs
 from vescale_fn.choice.search.layouts import CallLayout, Layouts
 from vescale_fn.choice.search.moves import Moves, spec_of_dims
@@ -163,6 +163,37 @@ def test_the_optimum_is_that_of_brute_force(seed: int) -> None:
             assert near.least * CLOSE <= seconds <= near.seconds / CLOSE
             assert near.seconds == made.seconds(near.chosen)
             assert held(made).by_moment(near.chosen).max() == near.bytes <= memory
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_solver_holds_what_the_choices_hold(keeps: bool) -> None:
+    """At each moment, also where gradients are read by the next update: random choices of a step of two updates."""
+
+    def update(params, x):
+        def loss(params):
+            y = x
+            for layer in params:
+                y = y + (y @ layer["up"]).tanh() @ layer["down"] + layer["bias"]
+            return y.square().mean()
+
+        return vfn.tree.map(lambda p, g: p - 0.1 * g, params, vfn.grad(loss)(params))
+
+    params = [{"up": shape(8, 16), "down": shape(16, 8), "bias": shape(8)} for _ in range(3)]
+    recording = record(lambda params, x: update(update(params, x), 2 * x), params, shape(16, 8))
+    made = program(structure_of(recording), {"a": 8}, vfn.hardware.h100(), keeps=keeps)
+    holds, choices, rng = held(made), Choices(made), random.Random(0)
+    for _ in range(5):
+        upper = np.ones(len(choices.cost))
+        for first, last in zip(choices.starts, choices.starts[1:]):
+            upper[first:last] = 0
+            upper[rng.randrange(first, last)] = 1
+        found = solver_of(choices.lp(upper))
+        found.run()
+        shares = np.array(found.getSolution().col_value)
+        moments = holds.by_moment(choices.chosen(shares[: choices.integers]))
+        for moment in range(0, len(moments), 3):
+            entries = choices.held(*holds.row(moment))
+            assert sum(shares[k] * size for k, size in entries.items()) == pytest.approx(moments[moment], abs=1e-3)
 
 
 def test_others_lay_an_argument_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

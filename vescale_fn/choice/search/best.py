@@ -101,7 +101,8 @@ def _does_not_fit(made: Program, memory: float, least: float, found: bool) -> st
     """By how much the least that is held exceeds the memory; `found`: of all that was tried, there may be less."""
     none = "no layout" + " was found" * found
     what = f"{none} on {dict(made.moves.axes)} that needs" if found else f"{none} on {dict(made.moves.axes)} needs"
-    rows = [f"the least that was found is {bytes_text(int(least))}, {bytes_text(int(least - memory))} more"]
+    more = f", {bytes_text(int(least - memory))} more" if least > memory else ""
+    rows = [f"the least that was found is {bytes_text(int(least))}{more}"]
     fix = f"memory={bytes_text(int(least))!r}, more ranks, or vfn.remat around layers"
     return report("auto", f"{what} as little as {bytes_text(int(memory))}", rows, fix)
 

@@ -131,13 +131,14 @@ class ProgramColumns:
     def held(self, options: Any, moves: Any) -> Counter[int]:
         """Of columns the bytes that they hold."""
         entries: Counter[int] = Counter()
+        moving = {n for n, _, _ in self.moved}
         for key, size in options.items():
             for column in self.columns.get(key, ()):
                 entries[column] += size
         for (n, a, b), size in moves.items():
             if (n, a, b) in self.moved:
                 entries[self.moved[n, a, b]] += size
-            elif a == b:  # chosen as one with who reads it
+            elif a == b and n not in moving:  # chosen as one with who reads it
                 group = self.program.groups[n]
                 for k, option in enumerate(self.program.sites[group.site].options):
                     if option.outs[group.part] == a:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,19 @@ Kind = tuple[torch.Size, torch.dtype] | None  # of a leaf; None of one that is n
 def replaced(recording: Any) -> dict[int, int]:
     """Of results, by number, the inputs that they replace.
 
-    A part of the result replaces the first argument, or part of an argument, that is the same tree of equal shapes and dtypes
-    and that nothing else replaces: the result as a whole, else its entries, and so on down to its leaves.
+    A part of the result replaces the first argument that is the same tree of equal shapes and dtypes and that nothing else
+    replaces, else the first part of one: the result as a whole, else its entries, and so on down to its leaves.
     """
     inputs = {place: n for n, place in enumerate(recording.leaves) if place is not None}
     placeholders = recording.placeholders
     given = [_kind(placeholders[inputs[i]]) if i in inputs else None for i in range(len(recording.call.leaves))]
     made = [_kind(node) for node in recording.results]
     there = defaultdict[Any, deque[int]](deque)
-    for part, start in _parts(recording.call.treedef, 0):
-        there[part, *given[start : start + part.num_leaves]].append(start)
+    parts = [(recording.call.treedef, 0)]
+    while parts:  # whole arguments first, then their entries
+        for part, start in parts:
+            there[part, *given[start : start + part.num_leaves]].append(start)
+        parts = [child for part in parts for child in _children(*part)]
     found, taken = dict[int, int](), set[int]()
     todo = [(recording.recorded.out_def, 0)]
     while todo:
@@ -48,13 +51,6 @@ def _is_laid_out(kind: Kind) -> bool:
 def _kind(node: fx.Node | None) -> Kind:
     x = None if node is None else node.meta.get("val")
     return (x.shape, x.dtype) if isinstance(x, torch.Tensor) else None
-
-
-def _parts(tree: Any, start: int) -> Iterator[tuple[Any, int]]:
-    """A tree and all trees in it, each with the number of its first leaf."""
-    yield tree, start
-    for child, first in _children(tree, start):
-        yield from _parts(child, first)
 
 
 def _children(tree: Any, start: int) -> Sequence[tuple[Any, int]]:
