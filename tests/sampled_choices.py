@@ -3,8 +3,8 @@
 Steps are those of `sampled_layouts`, with and without a bound on memory, on devices so slow that it pays to split. Values,
 dtypes and layouts must be those of one device, eagerly and as a plan. The long run is
 
-    python tests/sampled_choices.py --cases 200 --seed 1      # on 8 simulated ranks
-    python tests/sampled_choices.py --case 1:17               # one again
+    PYTHONPATH=. python tests/sampled_choices.py --cases 200 --seed 1      # on 8 simulated ranks
+    PYTHONPATH=. python tests/sampled_choices.py --case 1:17               # one again
 """
 
 import argparse

@@ -180,9 +180,8 @@ class _Made:
         other layers compute. Each overlaps with a share of the computation in its pass, in proportion to its size. The first
         gather and the last reduction overlap with nothing, which is a large part where there are few parameters."""
         tied = {self.step.site_of(self.step.inputs[p]) for p in self.step.ties.values()}
-        read = {
-            g.site for g in self.groups if g.site in tied and g.spans[0][0] < self.step.turn
-        }  # not an optimiser's state
+        # parameters: the forward pass reads no optimiser's state
+        read = {g.site for g in self.groups if g.site in tied and g.spans[0][0] < self.step.turn}
         cast, gradients, passes = self._of_parameters(read), self.step.gradients, self._computing()
         sizes = [(self.sites[n].count, math.prod(self.sites[n].outs[0].sizes)) for n in read]  # type: ignore[union-attr]
         total, squares = (sum(count * size**power for count, size in sizes) for power in (1, 2))
