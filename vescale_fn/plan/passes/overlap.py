@@ -6,8 +6,8 @@ All ranks must start their collectives in one order, or they wait for each other
 than its neighbour's where blocks differ in size, so nothing here may depend on how many calls there are. What every rank shares
 is the order in which the program's operations were recorded: each leaves its calls between those of the one before it and those
 of the one after it, so that which of two calls comes first is the same on every rank wherever they belong to different
-operations. Starts are ordered by that alone, each by the call that makes its input, or by the gather ahead of which it is
-started; and the bytes that are counted are those of the rank that has most.
+operations. Starts are ordered by that alone, each by the call that makes its input, or by the gather, or the sum before that,
+ahead of which it is started; and the bytes that are counted are those of the rank that has most.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def overlap(graph: fx.Graph, ahead: int = AHEAD, on_cpu: bool = False) -> fx.Gra
 
 def _starts(graph: fx.Graph, nodes: list[fx.Node], ahead: int) -> dict[fx.Node, float]:
     """Where each collective is started: after the call that makes its input, or with the gather ahead of which it goes. That
-    is before the sums between this one and the gather before it, unless what is gathered meets them: a gradient has time."""
+    is before the sums between this one and the gather before it, unless the first collective that needs what is gathered needs
+    them, too: a gradient has time."""
     needed = dependencies.needs(graph)
     before = dependencies.marked_before(needed, every := collectives(graph))
     bits = {node: 1 << i for i, node in enumerate(every)}
@@ -75,14 +76,13 @@ def _starts(graph: fx.Graph, nodes: list[fx.Node], ahead: int) -> dict[fx.Node, 
         while first < i - 1 and bytes_ > ahead:
             first += 1
             bytes_ -= _gathered(gathers[first])
-        met, turn = 0, i / (len(gathers) + 1)
-        for user in node.users:
-            met |= before[user]
-        sums = list[fx.Node]()
-        for other in every[: every.index(gathers[first])]:
-            passed = other in found and collective_of(other).kind in _SUMS and not met & bits[other]
-            sums = [*sums, other] if passed else []
-        last = found[node] = max(last, found[sums[0]] - 0.5 + turn / 2 if sums else place[gathers[first]] + turn)
+        turn, met = i / (len(gathers) + 1), next((before[x] for x in every if before[x] & bits[node]), 0)
+        start = place[gathers[first]] + turn
+        for other in reversed(every[: every.index(gathers[first])]):
+            if other not in found or collective_of(other).kind not in _SUMS or met & bits[other]:
+                break
+            start = found[other] - 0.5 + turn / 2
+        last = found[node] = max(last, start)
     return found
 
 
