@@ -101,6 +101,21 @@ def test_what_replaces_an_argument_is_laid_out_as_it_is(name: str) -> None:
         torch.testing.assert_close(vfn.unshard(got), want)
 
 
+def test_what_is_made_of_constants_alone_is_an_array_of_the_mesh() -> None:
+    """In the layout that is said of it, also where the answer is the step as it is written."""
+    table = torch.arange(32.0, dtype=torch.float64).reshape(4, 8)
+    step = lambda x: (x * 2, table.cos() * 2)
+    x = torch.linspace(0, 1, 32, dtype=torch.float64).reshape(4, 8)
+    choice = vfn.auto(step, x, mesh={"a": 4}, hardware=SLOW, candidates=1)
+    assert choice.ranked[0].step is not None
+    with vfn.simulate(4):
+        mesh = choice.mesh()
+        for f in (choice.applied(mesh), choice.jit(mesh)):
+            got = f(vfn.shard(x, mesh, choice.specs[0]))
+            assert tuple(map(vfn.spec_of, got)) == choice.layouts.outputs
+            torch.testing.assert_close(vfn.unshard(got), step(x), rtol=0, atol=0)
+
+
 def test_it_says_which_meshes_it_did_not_search() -> None:
     how = {"hardware": "h100", "candidates": 1, "donate_argnums": 0}
     choice = vfn.auto(pair, *PAIR, mesh=[{"tp": 8}, {"dp": 2}], **how)

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from .._core import torch_internals
-from .._core.arrays.array import is_array, spec_of
+from .._core.arrays import array
+from .._core.arrays.array import is_array, mesh_of, spec_of
 from .._core.arrays.placement import with_sharding
 from .._core.base import op_arguments, tree
 from .._core.base.containers import opened
+from .._core.sharding.index_map import axes_of
 from .._core.sharding.layout import type_text
 from .._core.sharding.placements import normal
 from .._core.sharding.spec import P
@@ -94,17 +96,26 @@ class WrittenStep:
         written = [line for line in self.lines if line.op != RETURNS]
         with _Written(written, self.layouts.mesh) if written else nullcontext():
             out = self.recorded.f(*args, **kwargs)
-        return returned(out, self.layouts.outputs)
+        return returned(out, self.layouts.outputs, next((mesh_of(x) for x in leaves if is_laid_out(x)), None))
 
 
-def returned(out: Any, outputs: Sequence[P | None]) -> Any:
-    """The result of a step, its leaves moved to where they are to lie."""
+def returned(out: Any, outputs: Sequence[P | None], mesh: Any = None) -> Any:
+    """The result of a step in its layout: arrays are moved, and tensors that are made of constants alone sharded.
+
+    Args:
+        out: the result.
+        outputs: the layout of each leaf; None for one that stays as it is.
+        mesh: on which tensors are sharded; None: they stay tensors.
+    """
     leaves, treedef = tree.flatten(out)
     if len(leaves) != len(outputs):
         return out
+    for i, (x, spec) in enumerate(zip(leaves, outputs)):
+        if mesh is not None and spec is not None and isinstance(x, torch.Tensor) and not is_laid_out(x):
+            leaves[i] = array.place(x, mesh, normal(spec, axes_of(mesh), x.shape), "a result of the step")
     moving = [i for i, (x, spec) in enumerate(zip(leaves, outputs)) if spec is not None and is_laid_out(x)]
     if not moving:
-        return out
+        return tree.unflatten(treedef, leaves)
     moved = with_sharding([leaves[i] for i in moving], [outputs[i] for i in moving])
     for i, x in zip(moving, moved, strict=True):
         leaves[i] = x
