@@ -457,7 +457,8 @@ def sum_and_place():
 
 def both_raise():
     print("rank", dist.get_rank(), "prints")
-    time.sleep(0.3 * dist.get_rank())
+    dist.barrier()  # else a rank that a busy machine starts late raises second
+    time.sleep(0.5 * dist.get_rank())
     raise ValueError(f"of rank {dist.get_rank()}")
 
 

@@ -371,7 +371,7 @@ def _of_file(name: str, make: Callable[..., CodeType], args: tuple[Any, ...]) ->
 
 
 def _pickled(pickler: Any, value: Any, change: Callable[[Any], Any]) -> bytes:
-    code = None if pickler is pickle.Pickler else pickler.dispatch_table[CodeType]
+    code = None if cloudpickle is None else cloudpickle.Pickler.dispatch_table[CodeType]
 
     class Pickler(pickler):
         def reducer_override(self, x: Any) -> Any:
