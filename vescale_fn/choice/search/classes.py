@@ -68,7 +68,7 @@ def classes(sites: Sequence[Described], names: Sequence[str]) -> list[int]:
     """
     inputs = [x for x in sites if x.is_input]
     kinds = [tuple((tuple(o.shape), o.dtype) if o is not None else None for o in x.outs) for x in sites]
-    tied = tied_names([*zip((names), kinds)])
+    tied = tied_names([*zip(names, kinds)])
     if len(set(tied)) == len(tied):
         return list(range(len(sites)))
     numbers, found = dict[Any, int](), dict[Any, int]()  # by key; by node

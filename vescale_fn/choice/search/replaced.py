@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +22,7 @@ def replaced(recording: Any) -> dict[int, int]:
     placeholders = recording.placeholders
     given = [_kind(placeholders[inputs[i]]) if i in inputs else None for i in range(len(recording.call.leaves))]
     made = [_kind(node) for node in recording.results]
-    there = defaultdict[Any, deque[int]](deque)
+    there = defaultdict[Any, list[int]](list)
     parts = [(recording.call.treedef, 0)]
     while parts:  # whole arguments first, then their entries
         for part, start in parts:
